@@ -1,4 +1,5 @@
-"""Installing the package, and `pip wheel`, compile the native kernels where there is a compiler. Without one the package works all the same, on torch.
+"""Installing the package, and `pip wheel`, compile the native kernels where there is a compiler. Without one the
+package works all the same, on torch.
 
 A wheel with kernels serves every Python 3, since they are built against neither Python nor torch; its
 tag says which systems have the C and C++ libraries that they ask for.
@@ -14,7 +15,8 @@ from typing import Any
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 BUILD = "services/compute/backends/cpu/build.py"
-# The manylinux tags: 2.x of glibc, and the newest GLIBCXX_3.4.x that such systems have. None is older than the tag of torch's own wheels.
+# The manylinux tags: 2.x of glibc, and the newest GLIBCXX_3.4.x that such systems have. None is older than the
+# tag of torch's own wheels.
 SYSTEMS = ((28, 24), (31, 28), (34, 29), (35, 30), (39, 33))
 
 
@@ -36,14 +38,16 @@ class KernelsHook(BuildHookInterface[Any]):
 
 
 def platform_tag(library: bytes) -> str:
-    """manylinux_2_x of this machine, by the versions of symbols that the library asks for; where none fits, or its C library is not glibc, this very system."""
+    """manylinux_2_x of this machine, by the versions of symbols that the library asks for; where none fits, or its C
+    library is not glibc, this very system."""
     if sys.platform == "darwin":  # as the library was compiled, whatever systems this Python is for
         return "macosx_11_0_arm64"
     here = sysconfig.get_platform().replace("-", "_").replace(".", "_")
     glibc, glibcxx = newest(library, rb"GLIBC_2"), newest(library, rb"GLIBCXX_3\.4")
     if glibc == 0:
         return here
-    return next((f"manylinux_2_{c}_{here.removeprefix('linux_')}" for c, cxx in SYSTEMS if glibc <= c and glibcxx <= cxx), here)
+    machine = here.removeprefix("linux_")
+    return next((f"manylinux_2_{c}_{machine}" for c, cxx in SYSTEMS if glibc <= c and glibcxx <= cxx), here)
 
 
 def newest(library: bytes, family: bytes) -> int:

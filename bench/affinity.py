@@ -1,7 +1,10 @@
-"""The worth of affinity: how much of the prompts several compute replicas find in their prefix caches, the time to the first token, and how evenly they work.
+"""The worth of affinity: how much of the prompts several compute replicas find in their prefix
+caches, the time to the first token, and how evenly they work.
 
-Method: `penstock up` and more compute replicas beside it, with a thread each. Users talk at the same time, each with pauses: a conversation begins with one
-of a few system prompts, and every turn repeats all before it. The same users talk to one replica alone; to several with affinity; and to several that read one
+Method: `penstock up` and more compute replicas beside it, with a thread each. Users talk at the
+same time, each with pauses: a conversation begins with one
+of a few system prompts, and every turn repeats all before it. The same users talk to one replica
+alone; to several with affinity; and to several that read one
 stream, whoever is free. Then prompts that have nothing in common come at random times, with affinity and without.
 
     python -m bench.affinity --model FILE_OR_FOLDER [--replicas 2] [--users 8] [--turns 5] [--words 150]
@@ -57,7 +60,17 @@ class Fleet:
         self.served = Served(["--model", model, "--num-threads", str(threads)], folder, "")
         self.others: list[subprocess.Popen[bytes]] = []
         try:
-            command = [sys.executable, "-m", "services.operator.cli", "serve", "compute", "--model", model, "--num-threads", str(threads)]
+            command = [
+                sys.executable,
+                "-m",
+                "services.operator.cli",
+                "serve",
+                "compute",
+                "--model",
+                model,
+                "--num-threads",
+                str(threads),
+            ]
             environment = {**os.environ, "PENSTOCK_LOG_LEVEL": "error", "PENSTOCK_REDIS_URL": url_of(folder / "data")}
             self.others += [subprocess.Popen(command, env=environment) for _ in range(num_replicas - 1)]
             deadline = time.monotonic() + LIVE_S
@@ -82,8 +95,16 @@ class Fleet:
 
 
 async def ask(client: httpx.AsyncClient, fleet: Fleet, figures: Figures | None, prompt: str) -> str:
-    body = {"model": fleet.model, "prompt": prompt, "max_tokens": ANSWER, "seed": 0, "temperature": 0, "ignore_eos": True, "stream": True,
-            "stream_options": {"include_usage": True}}  # fmt: skip
+    body = {
+        "model": fleet.model,
+        "prompt": prompt,
+        "max_tokens": ANSWER,
+        "seed": 0,
+        "temperature": 0,
+        "ignore_eos": True,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
     started_at, first_at, text, usage = time.perf_counter(), 0.0, "", dict[str, Any]()
     async with client.stream("POST", f"{fleet.url}/completions", json=body) as reply:
         reply.raise_for_status()
@@ -113,11 +134,18 @@ async def talk(client: httpx.AsyncClient, fleet: Fleet, figures: Figures, user: 
 
 
 async def run(fleet: Fleet, args: argparse.Namespace) -> tuple[Figures, list[float]]:
-    """Conversations; then prompts without a common prefix. Returns figures of the former, and each replica's share of the latter's tokens."""
+    """Conversations; then prompts without a common prefix. Returns figures of the former, and each
+    replica's share of the latter's tokens.
+    """
     figures, rng = Figures(), random.Random(0)
     async with httpx.AsyncClient(timeout=600, trust_env=False, limits=httpx.Limits(max_connections=None)) as client:
         for number in range(4 * args.replicas):  # every replica has measured its steps
-            await asyncio.gather(*(ask(client, fleet, None, words(args.words // 2, 1000 + 10 * number + each)) for each in range(args.replicas)))
+            await asyncio.gather(
+                *(
+                    ask(client, fleet, None, words(args.words // 2, 1000 + 10 * number + each))
+                    for each in range(args.replicas)
+                )
+            )
         await asyncio.sleep(2)
         await asyncio.gather(*(talk(client, fleet, figures, user, args) for user in range(args.users)))
         await asyncio.sleep(2)
@@ -135,8 +163,18 @@ async def run(fleet: Fleet, args: argparse.Namespace) -> tuple[Figures, list[flo
 
 def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     found: dict[str, Any] = {}
-    for name, num_replicas, has_affinity in (("one", 1, True), ("affinity", args.replicas, True), ("one stream", args.replicas, False)):
-        fleet = Fleet(args.model, folder / name.replace(" ", "-"), num_replicas, has_affinity=has_affinity, threads=args.replicas if num_replicas == 1 else 1)
+    for name, num_replicas, has_affinity in (
+        ("one", 1, True),
+        ("affinity", args.replicas, True),
+        ("one stream", args.replicas, False),
+    ):
+        fleet = Fleet(
+            args.model,
+            folder / name.replace(" ", "-"),
+            num_replicas,
+            has_affinity=has_affinity,
+            threads=args.replicas if num_replicas == 1 else 1,
+        )
         try:
             figures, shares = asyncio.run(run(fleet, args))
             stolen = sum(each.load.stolen or 0 for each in fleet.computes())
@@ -144,10 +182,19 @@ def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
             fleet.close()
         ttft = statistics.quantiles(figures.ttft_s, n=10)
         found[name] = {
-            "hit_rate": figures.hit_rate, "ttft_p50_ms": 1000 * ttft[4], "ttft_p90_ms": 1000 * ttft[8], "requests": len(figures.ttft_s), "stolen": stolen,
-            "largest_share": max(shares), "texts": hash(tuple(sorted(figures.texts))),
-        }  # fmt: skip
-        print(f"{name:12}", "  ".join(f"{key} {value:.3f}" for key, value in found[name].items() if key != "texts"), flush=True)
+            "hit_rate": figures.hit_rate,
+            "ttft_p50_ms": 1000 * ttft[4],
+            "ttft_p90_ms": 1000 * ttft[8],
+            "requests": len(figures.ttft_s),
+            "stolen": stolen,
+            "largest_share": max(shares),
+            "texts": hash(tuple(sorted(figures.texts))),
+        }
+        print(
+            f"{name:12}",
+            "  ".join(f"{key} {value:.3f}" for key, value in found[name].items() if key != "texts"),
+            flush=True,
+        )
     return found
 
 
@@ -156,11 +203,19 @@ def main() -> None:
     parser.add_argument("--model", required=True)
     parser.add_argument("--replicas", type=int, default=2)
     parser.add_argument("--users", type=int, default=8)
-    parser.add_argument("--conversations", type=int, default=3, help="of a user, one after another (default: %(default)s)")
+    parser.add_argument(
+        "--conversations", type=int, default=3, help="of a user, one after another (default: %(default)s)"
+    )
     parser.add_argument("--turns", type=int, default=5)
-    parser.add_argument("--words", type=int, default=150, help="of a system prompt, of some 3.3 tokens each (default: %(default)s)")
-    parser.add_argument("--pause", type=float, default=4.0, help="mean seconds before a user's turn (default: %(default)s)")
-    parser.add_argument("--alone", type=int, default=60, help="prompts that have nothing in common (default: %(default)s)")
+    parser.add_argument(
+        "--words", type=int, default=150, help="of a system prompt, of some 3.3 tokens each (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--pause", type=float, default=4.0, help="mean seconds before a user's turn (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--alone", type=int, default=60, help="prompts that have nothing in common (default: %(default)s)"
+    )
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
         found = measure(args, Path(temporary))

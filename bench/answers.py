@@ -1,7 +1,9 @@
 """What does it cost the gateway to write a token, in each API?
 
-Method: the events of one streamed answer (a thought, a text, a call), each through the objects that a stream has: parsed, made into the API's events, and
-encoded. No Redis, no socket. CPU time of this process, the median of several runs, the APIs in turn. Ceiling: what orjson needs for the bytes of an event
+Method: the events of one streamed answer (a thought, a text, a call), each through the objects that
+a stream has: parsed, made into the API's events, and
+encoded. No Redis, no socket. CPU time of this process, the median of several runs, the APIs in
+turn. Ceiling: what orjson needs for the bytes of an event
 of OpenAI's, which is all that cannot be saved.
 """
 
@@ -30,15 +32,26 @@ ASKED = {"parallel_tool_calls": True, "tool_choice": "auto", "tools": [], "metad
 
 
 def answer() -> list[TokenEvent]:
-    texts = ["<think>", *[" thought"] * THOUGHT, "</think>", *[" word"] * TEXT, *(CALL[at : at + 4] for at in range(0, len(CALL), 4))]
+    texts = [
+        "<think>",
+        *[" thought"] * THOUGHT,
+        "</think>",
+        *[" word"] * TEXT,
+        *(CALL[at : at + 4] for at in range(0, len(CALL), 4)),
+    ]
     last = len(texts) - 1
     return [
-        TokenEvent("r.0", number + 1, number, text, num_prompt_tokens=9, finish_reason="stop" if number == last else None) for number, text in enumerate(texts)
+        TokenEvent(
+            "r.0", number + 1, number, text, num_prompt_tokens=9, finish_reason="stop" if number == last else None
+        )
+        for number, text in enumerate(texts)
     ]
 
 
 def record_of(kind: str) -> ResponseRecord:
-    return make_record(kind, "model", "model", parsing=Parsing("qwen3", "hermes", ("add",)), fingerprint="fp_0123456789ab")
+    return make_record(
+        kind, "model", "model", parsing=Parsing("qwen3", "hermes", ("add",)), fingerprint="fp_0123456789ab"
+    )
 
 
 def write_chunks(events: list[TokenEvent]) -> int:

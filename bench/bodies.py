@@ -1,9 +1,14 @@
-"""How long does one client's body stall everybody else? The longest wait of a small request while bodies of the worst shapes are sent.
+"""How long does one client's body stall everybody else? The longest wait of a small request while
+bodies of the worst shapes are sent.
 
-Method: a gateway with a pipeline behind it that fails whatever it gets. One connection asks for /v1/models, which needs nothing but the event
-loop, over and over; meanwhile another sends the same body REPEATS times. By shape, in ms: the longest answer to the small request, of the best of
-those times and of the worst, and the median time of the body's own. The stall that a body causes is in each of them, and what the kernel's scheduler
-adds (gateway, helper process, Redis and this program share the cores) is not: so the best is the estimate. "nothing" is the same without a body.
+Method: a gateway with a pipeline behind it that fails whatever it gets. One connection asks for
+/v1/models, which needs nothing but the event
+loop, over and over; meanwhile another sends the same body REPEATS times. By shape, in ms: the
+longest answer to the small request, of the best of
+those times and of the worst, and the median time of the body's own. The stall that a body causes is
+in each of them, and what the kernel's scheduler
+adds (gateway, helper process, Redis and this program share the cores) is not: so the best is the
+estimate. "nothing" is the same without a body.
 
     python -m bench.bodies [--bytes 8388608] [--url http://127.0.0.1:8000]
 """
@@ -66,7 +71,11 @@ def shapes(size: int) -> Iterator[tuple[str, str, bytes]]:
     yield "short messages", CHAT, filled(size, HEAD + b'"messages":[', b'{"role":"user","content":"a"}', b"]}")
     yield "4096 messages", CHAT, filled(size, HEAD + b'"messages":[', message, b"]}")
     yield "wrong messages", CHAT, filled(size, HEAD + b'"messages":[', b"{}", b"]}")
-    yield "a message of parts", CHAT, filled(size, HEAD + b'"messages":[{"role":"user","content":[', b'{"type":"text","text":""}', b"]}]}")
+    yield (
+        "a message of parts",
+        CHAT,
+        filled(size, HEAD + b'"messages":[{"role":"user","content":[', b'{"type":"text","text":""}', b"]}]}"),
+    )
     yield "a message of unknown fields", CHAT, keys(size, HEAD + b'"messages":[{', b"}]}")
     yield "options of unknown fields", CHAT, keys(size, HEAD + b'"stream_options":{', b"}}")
 
@@ -88,7 +97,10 @@ class Probe:
 
 async def measure(url: str, path: str, body: bytes, *, repeats: int = REPEATS) -> tuple[float, float, float]:
     """Others' longest wait at best and at worst, and the median time of this body, in ms."""
-    async with httpx.AsyncClient(timeout=120, trust_env=False) as client, httpx.AsyncClient(timeout=120, trust_env=False) as sender:
+    async with (
+        httpx.AsyncClient(timeout=120, trust_env=False) as client,
+        httpx.AsyncClient(timeout=120, trust_env=False) as sender,
+    ):
         probe = Probe(client, url)
         await client.get(probe.url)
         probing = asyncio.create_task(probe.run())
@@ -110,13 +122,17 @@ async def measure(url: str, path: str, body: bytes, *, repeats: int = REPEATS) -
 
 
 def fail_all(redis_url: str, stopping: threading.Event) -> None:
-    """Play the pipeline: whatever is submitted fails. Looks at the ids only: the prompts are long, and this is one process with the client."""
+    """Play the pipeline: whatever is submitted fails. Looks at the ids only: the prompts are long,
+    and this is one process with the client.
+    """
     client = redis.Redis.from_url(redis_url)
     while not stopping.wait(0.005):
         found: Any = client.xrange(requests(NAME).key, count=1)
         for entry_id, values in found:
             pipe = client.pipeline(transaction=False)
-            end_request(pipe, NAME, values[REQUEST_ID].decode(), values[GATEWAY_ID].decode(), error=RequestError("measured"))
+            end_request(
+                pipe, NAME, values[REQUEST_ID].decode(), values[GATEWAY_ID].decode(), error=RequestError("measured")
+            )
             pipe.xdel(requests(NAME).key, entry_id)
             pipe.execute()
 
@@ -140,7 +156,11 @@ def main() -> None:
         results = run(arguments.url, arguments.bytes)
     else:
         with tempfile.TemporaryDirectory() as folder, running_redis(Path(folder) / "redis", None) as redis_url:
-            deployment, backstage, stopping = Deployment(redis_url, Path(folder)), Backstage(redis_url), threading.Event()
+            deployment, backstage, stopping = (
+                Deployment(redis_url, Path(folder)),
+                Backstage(redis_url),
+                threading.Event(),
+            )
             failing = threading.Thread(target=fail_all, args=(redis_url, stopping))
             failing.start()
             deployment.start("gateway", max_tokens_in_flight=100_000_000)

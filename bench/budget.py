@@ -1,8 +1,10 @@
 """Where does a step's time go, and how far is each part from its floor?
 
-Method: the same steps are run twice in turns, with the layers in one call, as they are served, and with every part a call of its own, which is timed. What the
+Method: the same steps are run twice in turns, with the layers in one call, as they are served, and
+with every part a call of its own, which is timed. What the
 parts take, and what is between them, adds up to the second; the first says what one call saves. Medians over the steps.
-A part's floor is the larger of the bytes it has to read over the bandwidth of plain reading with all threads, and of its multiplications over what a loop of
+A part's floor is the larger of the bytes it has to read over the bandwidth of plain reading with
+all threads, and of its multiplications over what a loop of
 nothing but AVX-512's dot products reaches (ceiling.cpp, one core, times the threads), both measured in the same run.
 
     python -m bench.budget --shape smollm2-135m [--model FOLDER] [--quantization w8a8] [--cases 64x530 1x32 prefill-512]
@@ -105,7 +107,10 @@ def ceilings() -> tuple[dict[str, float], float]:
         return {}, 0.0
     with tempfile.TemporaryDirectory() as folder:
         program = Path(folder) / "ceiling"
-        subprocess.run([compiler, "-O2", "-std=c++17", str(Path(__file__).with_name("ceiling.cpp")), "-o", str(program)], check=True)
+        subprocess.run(
+            [compiler, "-O2", "-std=c++17", str(Path(__file__).with_name("ceiling.cpp")), "-o", str(program)],
+            check=True,
+        )
         found = subprocess.run([str(program)], check=True, capture_output=True, text=True).stdout
     rates = {name: float(rate) for name, rate in map(str.split, found.splitlines())}
     hertz = rates.pop("hertz")
@@ -132,7 +137,10 @@ def run(engine: Engine, case: Case, timer: Timer) -> list[Step]:
         for number in range(case.batch):
             prompt = [(7 * number + 13 * at) % 2000 + 5 for at in range(case.context)]
             engine.scheduler.add(
-                Sequence(Request(engine.num_sequences + number, "r", SamplingParams(max_tokens=num_out, ignore_eos=True)), Tokens(prompt, case.context)),
+                Sequence(
+                    Request(engine.num_sequences + number, "r", SamplingParams(max_tokens=num_out, ignore_eos=True)),
+                    Tokens(prompt, case.context),
+                ),
             )
         engine.num_sequences += case.batch
         while run_step(engine.scheduler, decide) is not None:
@@ -150,7 +158,9 @@ def parts_of(model: Decoder, timer: Timer) -> None:
     head.logits = timer.wrap("LM head", head.logits)  # type: ignore[method-assign, assignment]
 
 
-def floors(model: Decoder, case: Case, bandwidth: float, rates: dict[str, float], kv_token_bytes: int) -> dict[str, float]:
+def floors(
+    model: Decoder, case: Case, bandwidth: float, rates: dict[str, float], kv_token_bytes: int
+) -> dict[str, float]:
     """Seconds that each part takes at least. kv_token_bytes: of all layers."""
 
     def of(linears: list[NativeLinear], rows: int) -> float:
@@ -179,7 +189,9 @@ def main() -> None:
     parser.add_argument("--model", type=Path, help="a folder to use instead")
     parser.add_argument("--quantization", choices=QUANTIZATIONS, default="w8a8")
     parser.add_argument("--kv-cache-dtype", choices=("auto", "int8"), default="auto")
-    parser.add_argument("--cases", nargs="+", type=Case.parse, default=[Case.parse(each) for each in ("64x530", "1x32", "prefill-512")])
+    parser.add_argument(
+        "--cases", nargs="+", type=Case.parse, default=[Case.parse(each) for each in ("64x530", "1x32", "prefill-512")]
+    )
     args = parser.parse_args()
     with model_folder(args.model, args.shape) as model:
         try:
@@ -197,24 +209,35 @@ def main() -> None:
     bandwidth, (rates, hertz) = read_bandwidth(), ceilings()
     print(
         f"{torch.get_num_threads()} threads; reading {bandwidth / 1e9:.1f} GB/s; "
-        + ", ".join(f"{name} {rate / 1e9:,.0f} GOP/s, {rate / hertz / torch.get_num_threads():.0f} a cycle and core" for name, rate in rates.items())
+        + ", ".join(
+            f"{name} {rate / 1e9:,.0f} GOP/s, {rate / hertz / torch.get_num_threads():.0f} a cycle and core"
+            for name, rate in rates.items()
+        )
     )
     least = [floors(decoder, case, bandwidth, rates, kv_token_bytes) for case in args.cases]
     parts_of(decoder, timer)
     for case, floor in zip(args.cases, least, strict=True):
         for engine in (served, apart):
             run(engine, case, unused)  # memory is new
-        show(case, run(apart, case, timer), statistics.median(step.seconds for step in run(served, case, unused)), floor)
+        show(
+            case, run(apart, case, timer), statistics.median(step.seconds for step in run(served, case, unused)), floor
+        )
 
 
 def show(case: Case, steps: list[Step], together: float, least: dict[str, float]) -> None:
     whole = statistics.median(step.seconds for step in steps)
-    print(f"\n{'prefill of' if case.is_prefill else f'{case.batch} x'} {case.context}: {together * 1e3:.2f} ms a step in one call, {whole * 1e3:.2f} in parts")
+    print(
+        f"\n{'prefill of' if case.is_prefill else f'{case.batch} x'} {case.context}: {together * 1e3:.2f} ms a step "
+        f"in one call, {whole * 1e3:.2f} in parts"
+    )
     named = {name: statistics.median(step.parts[name] for step in steps) for name in least}
     for name, seconds in (named | {PREPARING: whole - sum(named.values())}).items():
         floor = f"{least[name] * 1e3:10.2f}{least[name] / seconds:10.0%}" if name in least else ""
         print(f"{name:12}{seconds * 1e3:10.2f} ms{seconds / whole:8.0%}{floor}")
-    print(f"{'all parts':12}{whole * 1e3:10.2f} ms{'':8}{sum(least.values()) * 1e3:10.2f}{sum(least.values()) / together:10.0%} of it in one call")
+    print(
+        f"{'all parts':12}{whole * 1e3:10.2f} "
+        f"ms{'':8}{sum(least.values()) * 1e3:10.2f}{sum(least.values()) / together:10.0%} of it in one call"
+    )
 
 
 if __name__ == "__main__":

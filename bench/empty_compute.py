@@ -1,7 +1,9 @@
 """A compute stage without a model, for bench.sizing: it speaks the whole protocol, and computes nothing.
 
-It takes prompts, asks samplers for tokens, runs ahead of them and ends requests by the exchange of services/compute. Its candidates are rows that were
-drawn at the start: one for a greedy request, 64 for any other. It draws from them by the rule that the sampler draws by, so it knows the token that
+It takes prompts, asks samplers for tokens, runs ahead of them and ends requests by the exchange of
+services/compute. Its candidates are rows that were
+drawn at the start: one for a greedy request, 64 for any other. It draws from them by the rule that
+the sampler draws by, so it knows the token that
 comes as a real compute stage does.
 """
 
@@ -38,7 +40,9 @@ class EmptyCompute:
         self.active: dict[int, ActiveRequest] = {}
         interval_s = (settings.publish_interval_ms or 0.0) / 1000
         blocks = BlockManager(1, 16, prefix_caching=False)
-        self.exchange = Exchange(stage, self.active, blocks, publish_interval_s=interval_s, max_held=max(1, self.run_ahead - 1))
+        self.exchange = Exchange(
+            stage, self.active, blocks, publish_interval_s=interval_s, max_held=max(1, self.run_ahead - 1)
+        )
         rng = np.random.default_rng(0)
         self.token_ids = rng.integers(FIRST_TEXT, vocab_size, (NUM_ROWS, LISTED)).astype(np.int32)
         self.logits = -np.sort(-rng.normal(size=(NUM_ROWS, LISTED)).astype(np.float32) * 3, axis=1)
@@ -64,20 +68,29 @@ class EmptyCompute:
     def step(self) -> bool:
         """A step of all sequences that are not too far ahead of their logs. Returns whether there were any."""
         everything = [active.sequence for active in self.active.values()]
-        sequences = [each for each in everything if len(each.tokens) < each.max_num_tokens and each.tokens.num_undecided < self.run_ahead]
+        sequences = [
+            each
+            for each in everything
+            if len(each.tokens) < each.max_num_tokens and each.tokens.num_undecided < self.run_ahead
+        ]
         if not sequences:
             return False
         rows = self.rows(sequences)
         for sequence, token_id in zip(sequences, rows.chosen.tolist(), strict=True):
             sequence.tokens.foresee(token_id)
         self.num_steps += 1
-        self.exchange.send(rows, is_urgent=any(each.tokens.num_output == 1 or len(each.tokens) == each.max_num_tokens for each in sequences))
+        self.exchange.send(
+            rows,
+            is_urgent=any(each.tokens.num_output == 1 or len(each.tokens) == each.max_num_tokens for each in sequences),
+        )
         return True
 
     def rows(self, sequences: list[Sequence]) -> CandidateRows:
         """Their next tokens' candidates."""
         count = len(sequences)
-        handles, positions = (np.array([getattr(each, name) for each in sequences], np.int32) for name in ("handle", "next_position"))
+        handles, positions = (
+            np.array([getattr(each, name) for each in sequences], np.int32) for name in ("handle", "next_position")
+        )
         places = (31 * handles + positions) % NUM_ROWS
         counts = np.array([1 if each.request.params.is_greedy else LISTED for each in sequences], np.int32)
         width = int(counts.max())
@@ -99,7 +112,9 @@ class EmptyCompute:
         for decision in received.decisions:
             self.apply(decision)
         if received.dead or self.exchange.resend_overdue():
-            raise RuntimeError("a prompt that can't be read, or a sampler that does not answer: nothing to measure with")
+            raise RuntimeError(
+                "a prompt that can't be read, or a sampler that does not answer: nothing to measure with"
+            )
         if received.prompts:
             self.admit(received.prompts)
 
@@ -125,14 +140,24 @@ class EmptyCompute:
         for delivery in deliveries:
             request, handle = delivery.message, next(self.handles)
             prompt = request.prompt_token_ids.tolist()
-            sequence = Sequence(Request(handle, request.request_id, request.params, request.eos_token_ids), Tokens(prompt))
-            self.active[handle] = ActiveRequest(sequence, request, delivery.entry_id, request.gateway_id, scheduled_at=time.time())
+            sequence = Sequence(
+                Request(handle, request.request_id, request.params, request.eos_token_ids), Tokens(prompt)
+            )
+            self.active[handle] = ActiveRequest(
+                sequence, request, delivery.entry_id, request.gateway_id, scheduled_at=time.time()
+            )
         self.exchange.remember([Attempts(has_run=True).record(each.message.request_id) for each in deliveries])
 
     def on_heartbeat(self, pipe: Pipeline) -> None:
         """Runs in the heartbeat's thread."""
         self.exchange.prompts.renew(pipe, [active.entry_id for active in list(self.active.values())])
-        self.stage.load = Load(running=len(self.active), waiting=0, max_num_seqs=MAX_SEQS, output_tokens=self.num_tokens, steps=self.num_steps)
+        self.stage.load = Load(
+            running=len(self.active),
+            waiting=0,
+            max_num_seqs=MAX_SEQS,
+            output_tokens=self.num_tokens,
+            steps=self.num_steps,
+        )
 
 
 def main() -> None:

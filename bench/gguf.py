@@ -1,7 +1,10 @@
-"""A GGUF file alone, ours and llama.cpp's in turns: prefill and decode tokens/s, and the memory. No server on either side.
+"""A GGUF file alone, ours and llama.cpp's in turns: prefill and decode tokens/s, and the memory. No
+server on either side.
 
-Method: a prompt, then greedy tokens. Ours is the compute loop in one process (bench.loop): prefill is the time of a run with one token, decode that of
-a run with --tokens more, less that. llama.cpp's figures are those of its own tools, llama-bench and llama-batched-bench, with as many threads; --peer
+Method: a prompt, then greedy tokens. Ours is the compute loop in one process (bench.loop): prefill
+is the time of a run with one token, decode that of
+a run with --tokens more, less that. llama.cpp's figures are those of its own tools, llama-bench and
+llama-batched-bench, with as many threads; --peer
 names their folder. The median of the rounds counts, and of the rounds' ratios.
 
     python -m bench.gguf FILE.gguf --peer /tmp/llama/bin
@@ -41,17 +44,25 @@ def run_ours(loop: Loop, case: Case, num_tokens: int) -> float:
 def run_peer(folder: Path, file: Path, threads: int, case: Case, num_tokens: int) -> float:
     """Returns tokens/s. llama-bench has no batches."""
     if case.batch == 1:
-        what = ["-p", str(case.context), "-n", "0"] if case.kind == "prefill" else ["-p", "0", "-n", str(num_tokens), "-d", str(case.context)]
+        what = (
+            ["-p", str(case.context), "-n", "0"]
+            if case.kind == "prefill"
+            else ["-p", "0", "-n", str(num_tokens), "-d", str(case.context)]
+        )
         return float(run_tool(folder / "llama-bench", file, threads, [*what, "-r", "1", "-o", "jsonl"])["avg_ts"])
     cells = case.batch * (case.context + num_tokens)
     sizes = ["-npp", str(case.context), "-ntg", str(num_tokens), "-npl", str(case.batch), "-c", str(cells)]
-    return float(run_tool(folder / "llama-batched-bench", file, threads, [*sizes, "--output-format", "jsonl"])["speed_tg"])
+    return float(
+        run_tool(folder / "llama-batched-bench", file, threads, [*sizes, "--output-format", "jsonl"])["speed_tg"]
+    )
 
 
 def run_tool(tool: Path, file: Path, threads: int, arguments: list[str]) -> dict[str, Any]:
     """Run one of llama.cpp's tools. Returns its last line of JSON."""
     try:
-        done = subprocess.run([str(tool), "-m", str(file), "-t", str(threads), *arguments], capture_output=True, text=True, timeout=600)
+        done = subprocess.run(
+            [str(tool), "-m", str(file), "-t", str(threads), *arguments], capture_output=True, text=True, timeout=600
+        )
     except OSError as error:
         raise SystemExit(f"--peer: {error}") from None
     lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
@@ -69,12 +80,18 @@ def peer_version(folder: Path) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description="A GGUF file alone, and llama.cpp beside it.")
     parser.add_argument("file", type=Path)
-    parser.add_argument("--peer", type=Path, help="the folder of llama-bench and llama-batched-bench; by default ours alone")
+    parser.add_argument(
+        "--peer", type=Path, help="the folder of llama-bench and llama-batched-bench; by default ours alone"
+    )
     parser.add_argument("--context", type=int, nargs="+", default=[32, 512], help="of the prompt (default: 32 512)")
-    parser.add_argument("--batch", type=int, nargs="+", default=[1, 8], help="sequences that are decoded together (default: 1 8)")
+    parser.add_argument(
+        "--batch", type=int, nargs="+", default=[1, 8], help="sequences that are decoded together (default: 1 8)"
+    )
     parser.add_argument("--tokens", type=int, default=128, help="to decode (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=3, help="default: %(default)s")
-    parser.add_argument("--activations", choices=["int8", "bfloat16"], default="int8", help="ours (default: %(default)s)")
+    parser.add_argument(
+        "--activations", choices=["int8", "bfloat16"], default="int8", help="ours (default: %(default)s)"
+    )
     args = parser.parse_args()
     if not args.file.is_file():
         raise SystemExit(f"{args.file}: no such file")
@@ -105,9 +122,23 @@ def main() -> None:
             line += f"   llama.cpp {statistics.median(theirs[case]):9.1f}   ratio {ratio:5.2f}"
         print(line)
     sizes = {"file_mib": args.file.stat().st_size >> 20, "resident_mib": memory >> 20}
-    print(f"{'memory':24} {sizes['resident_mib']:9} MiB of the process, which reserves 1 GiB for a KV cache; the file has {sizes['file_mib']}")
+    print(
+        f"{'memory':24} {sizes['resident_mib']:9} MiB of the process, which reserves 1 GiB for a KV cache; the file "
+        f"has {sizes['file_mib']}"
+    )
     peer = f"llama.cpp {peer_version(args.peer)}" if args.peer else None
-    print(json.dumps({"file": args.file.name, "peer": peer, "rounds": args.rounds, "activations": args.activations, "figures": figures, **sizes}))
+    print(
+        json.dumps(
+            {
+                "file": args.file.name,
+                "peer": peer,
+                "rounds": args.rounds,
+                "activations": args.activations,
+                "figures": figures,
+                **sizes,
+            }
+        )
+    )
 
 
 if __name__ == "__main__":

@@ -1,22 +1,31 @@
 """How many requests/s does a server answer in time? And how fast is it if all come at once?
 
-Goodput (Zhong et al., DistServe, OSDI 2024): the largest rate at which nine of ten requests meet a limit of TTFT and one of TPOT. The limits are those
-of MLPerf Inference's LLM workloads, by name, times a scale that the output says. MLPerf asks them of 99 of 100 requests, on its own models: these are
+Goodput (Zhong et al., DistServe, OSDI 2024): the largest rate at which nine of ten requests meet a
+limit of TTFT and one of TPOT. The limits are those
+of MLPerf Inference's LLM workloads, by name, times a scale that the output says. MLPerf asks them
+of 99 of 100 requests, on its own models: these are
 no results of MLPerf.
 
-Method: a trace with arrival times (Azure's CSV) is replayed at one rate after the other: its times are stretched, so its bursts stay. The rate is
-doubled or halved until one is met and one is not, then the interval is halved on a logarithmic scale until its ends differ by a tenth. A replay ends
-as soon as too many requests are late. Prompts are prose of as many tokens as the trace says, by the model's tokenizer, times --lengths; no two begin
+Method: a trace with arrival times (Azure's CSV) is replayed at one rate after the other: its times
+are stretched, so its bursts stay. The rate is
+doubled or halved until one is met and one is not, then the interval is halved on a logarithmic
+scale until its ends differ by a tenth. A replay ends
+as soon as too many requests are late. Prompts are prose of as many tokens as the trace says, by the
+model's tokenizer, times --lengths; no two begin
 alike. End tokens are ignored. TTFT: from sending to the first text. TPOT: from there to the last text, by token.
 
-With --texts, a ShareGPT-like JSON is asked instead, all at once, with its own texts, and asked for as many tokens as its answers have. The four
+With --texts, a ShareGPT-like JSON is asked instead, all at once, with its own texts, and asked for
+as many tokens as its answers have. The four
 figures are those of PPL.LLM's benchmark: output tokens/s, TTFT, TPOT, requests/s.
 
-`penstock up` is started here; a peer by --peer, which takes turns with it: the other one is stopped meanwhile, and each round begins with the other.
+`penstock up` is started here; a peer by --peer, which takes turns with it: the other one is stopped
+meanwhile, and each round begins with the other.
 Medians of the rounds, and their ratio.
 
-    python -m bench.goodput --model SmolLM2-W8A8 --trace AzureLLMInferenceTrace_conv.csv --lengths 0.25 --up="--no-prefix-caching"
-    python -m bench.goodput --model M --texts chats.json --num-requests 128 --peer "vllm-serve M 8123" --peer-url http://127.0.0.1:8123
+    python -m bench.goodput --model SmolLM2-W8A8 --trace AzureLLMInferenceTrace_conv.csv --lengths
+    0.25 --up="--no-prefix-caching"
+    python -m bench.goodput --model M --texts chats.json --num-requests 128 --peer "vllm-serve M
+    8123" --peer-url http://127.0.0.1:8123
 """
 
 import argparse
@@ -66,18 +75,30 @@ class Limits:
 
     def are_met(self, answer: Answer) -> bool:
         """One token has no TPOT."""
-        return not answer.error and bool(answer.times) and answer.times[0] <= self.ttft_s and not answer.tpot_s > self.tpot_s
+        return (
+            not answer.error
+            and bool(answer.times)
+            and answer.times[0] <= self.ttft_s
+            and not answer.tpot_s > self.tpot_s
+        )
 
 
 MLPERF = {  # loadgen/mlperf.conf of MLPerf Inference: the server and the interactive scenario
-    "llama3.1-8b": Limits(2.0, 0.1), "llama3.1-8b-interactive": Limits(0.5, 0.03), "llama2-70b": Limits(2.0, 0.2), "llama2-70b-interactive": Limits(0.45, 0.04),
-    "mixtral-8x7b": Limits(2.0, 0.2), "llama3.1-405b": Limits(6.0, 0.175), "llama3.1-405b-interactive": Limits(4.5, 0.08),
-    "deepseek-r1": Limits(2.0, 0.08), "deepseek-r1-interactive": Limits(1.5, 0.015),
-}  # fmt: skip
+    "llama3.1-8b": Limits(2.0, 0.1),
+    "llama3.1-8b-interactive": Limits(0.5, 0.03),
+    "llama2-70b": Limits(2.0, 0.2),
+    "llama2-70b-interactive": Limits(0.45, 0.04),
+    "mixtral-8x7b": Limits(2.0, 0.2),
+    "llama3.1-405b": Limits(6.0, 0.175),
+    "llama3.1-405b-interactive": Limits(4.5, 0.08),
+    "deepseek-r1": Limits(2.0, 0.08),
+    "deepseek-r1-interactive": Limits(1.5, 0.015),
+}
 
 
 def highest_rate(meets: Callable[[float], bool], first: float, step: float, max_trials: int) -> float:
-    """The highest rate that was met, within PRECISION of one that was not unless the trials are used up; 0: none was met. step: between rates until there
+    """The highest rate that was met, within PRECISION of one that was not unless the trials are
+    used up; 0: none was met. step: between rates until there
     is one of each."""
     low, high, rate = 0.0, math.inf, first
     for _ in range(max_trials):
@@ -92,14 +113,18 @@ def highest_rate(meets: Callable[[float], bool], first: float, step: float, max_
 
 
 def at_rate(requests: list[TraceRequest], rate: float) -> list[TraceRequest]:
-    """The requests from the first one's arrival on, at `rate` requests/s in the mean, and their gaps as long to each other as they were."""
+    """The requests from the first one's arrival on, at `rate` requests/s in the mean, and their
+    gaps as long to each other as they were.
+    """
     first, last = requests[0].arrived_at, requests[-1].arrived_at
     stretch = (len(requests) - 1) / rate / (last - first) if last > first else 0.0
     return [replace(each, arrived_at=(each.arrived_at - first) * stretch) for each in requests]
 
 
 def scaled(requests: list[TraceRequest], lengths: float, longest: int) -> list[TraceRequest]:
-    """Lengths times a factor, from one token up; prompts are cut so that prompt and answer have `longest` tokens at most."""
+    """Lengths times a factor, from one token up; prompts are cut so that prompt and answer have
+    `longest` tokens at most.
+    """
     found = []
     for each in requests:
         num_output = min(longest - 1, max(1, round(each.num_output_tokens * lengths)))
@@ -109,14 +134,20 @@ def scaled(requests: list[TraceRequest], lengths: float, longest: int) -> list[T
 
 
 def window(requests: list[TraceRequest], number: int, count: int) -> list[TraceRequest]:
-    """The requests of a round: `count` of them that follow each other; each round has others, as long as there are some."""
+    """The requests of a round: `count` of them that follow each other; each round has others, as
+    long as there are some.
+    """
     start = number * count % max(1, len(requests) - count + 1)
     return requests[start : start + count]
 
 
-async def try_rate(url: str, model: str, prompts: list[str], requests: list[TraceRequest], limits: Limits) -> list[Answer] | None:
+async def try_rate(
+    url: str, model: str, prompts: list[str], requests: list[TraceRequest], limits: Limits
+) -> list[Answer] | None:
     """The answers of a replay; None as soon as too many are late."""
-    tasks = [asyncio.create_task(ask(url, model, prompt, request)) for prompt, request in zip(prompts, requests, strict=True)]
+    tasks = [
+        asyncio.create_task(ask(url, model, prompt, request)) for prompt, request in zip(prompts, requests, strict=True)
+    ]
     num_late, may_be_late = 0, len(tasks) - math.ceil(MET_SHARE * len(tasks))
     try:
         for task in asyncio.as_completed(tasks):
@@ -169,7 +200,10 @@ class Peer:
 
     def _each(self, order: Callable[[psutil.Process], None]) -> None:
         with contextlib.suppress(psutil.NoSuchProcess):
-            for process in (*psutil.Process(self.process.pid).children(recursive=True), psutil.Process(self.process.pid)):
+            for process in (
+                *psutil.Process(self.process.pid).children(recursive=True),
+                psutil.Process(self.process.pid),
+            ):
                 with contextlib.suppress(psutil.NoSuchProcess):
                     order(process)
 
@@ -198,14 +232,26 @@ class Side:
         return statistics.median(each.get(figure, math.nan) for each in self.rounds)
 
 
-def search(runner: asyncio.Runner, side: Side, prose: Prose, requests: list[TraceRequest], limits: Limits, args: argparse.Namespace) -> dict[str, float]:
+def search(
+    runner: asyncio.Runner,
+    side: Side,
+    prose: Prose,
+    requests: list[TraceRequest],
+    limits: Limits,
+    args: argparse.Namespace,
+) -> dict[str, float]:
     """The side's goodput on these requests, and the latencies at it."""
     best: list[tuple[list[Answer], list[TraceRequest]]] = []
 
     def meets(rate: float) -> bool:
         timed = at_rate(requests[: max(MIN_REQUESTS, math.ceil(rate * args.seconds))], rate)
-        answers = runner.run(try_rate(side.url, side.model, [prose.take(each.num_prompt_tokens) for each in timed], timed, limits))
-        print(f"  {side.name}: {rate:.2f} requests/s ({len(timed)} requests) {'in time' if answers else 'too many late'}", flush=True)
+        answers = runner.run(
+            try_rate(side.url, side.model, [prose.take(each.num_prompt_tokens) for each in timed], timed, limits)
+        )
+        print(
+            f"  {side.name}: {rate:.2f} requests/s ({len(timed)} requests) {'in time' if answers else 'too many late'}",
+            flush=True,
+        )
         if answers is not None:
             best.append((answers, timed))
         time.sleep(PAUSE_S)
@@ -216,27 +262,45 @@ def search(runner: asyncio.Runner, side: Side, prose: Prose, requests: list[Trac
 
 
 def conversations(file: Path, prose: Prose, lengths: float, longest: int) -> list[tuple[str, TraceRequest]]:
-    """The first question of each conversation, and the lengths of it and its answer. Raises StartupError for a file of another form."""
+    """The first question of each conversation, and the lengths of it and its answer. Raises
+    StartupError for a file of another form.
+    """
     tokenizer, found = prose.tokenizer, []
     try:
         for conversation in json.loads(file.read_text(encoding="utf-8")):
-            question, answer = (tokenizer.encode(turn["value"], add_special_tokens=False).ids for turn in conversation["conversations"][:2])
+            question, answer = (
+                tokenizer.encode(turn["value"], add_special_tokens=False).ids
+                for turn in conversation["conversations"][:2]
+            )
             [request] = scaled([TraceRequest(len(question), len(answer))], lengths, longest)
-            found.append((tokenizer.decode(question[: request.num_prompt_tokens], skip_special_tokens=False) or " ", request))
+            found.append(
+                (tokenizer.decode(question[: request.num_prompt_tokens], skip_special_tokens=False) or " ", request)
+            )
     except (OSError, ValueError, LookupError, TypeError) as error:
         raise StartupError(f"--texts {file}: not ShareGPT's JSON: {reason(error)}") from None
     return found
 
 
 def show_goodput(sides: list[Side], requests: list[TraceRequest], limits: Limits, args: argparse.Namespace) -> None:
-    lengths = [np.percentile([getattr(each, name) for each in requests], (50, 90)) for name in ("num_prompt_tokens", "num_output_tokens")]
+    lengths = [
+        np.percentile([getattr(each, name) for each in requests], (50, 90))
+        for name in ("num_prompt_tokens", "num_output_tokens")
+    ]
     print(
-        f"\n{args.trace.name}, lengths times {args.lengths:g}: {lengths[0][0]:.0f} and {lengths[0][1]:.0f} tokens in at p50 and p90, "
-        f"{lengths[1][0]:.0f} and {lengths[1][1]:.0f} out. {MET_SHARE:.0%} of the requests meet MLPerf's limits of {args.limits} times {args.limit_scale:g}: "
+        f"\n{args.trace.name}, lengths times {args.lengths:g}: {lengths[0][0]:.0f} and {lengths[0][1]:.0f} tokens in "
+        "at p50 and p90, "
+        f"{lengths[1][0]:.0f} and {lengths[1][1]:.0f} out. {MET_SHARE:.0%} of the requests meet MLPerf's limits of "
+        f"{args.limits} times {args.limit_scale:g}: "
         f"TTFT {limits.ttft_s * 1e3:.0f} ms, TPOT {limits.tpot_s * 1e3:.0f} ms."
     )
     show_table(
-        sides, {"goodput": "goodput, requests/s", "output_tokens_per_s": "output tokens/s", "ttft_p50_ms": "TTFT p50, ms", "tpot_p50_ms": "TPOT p50, ms"}
+        sides,
+        {
+            "goodput": "goodput, requests/s",
+            "output_tokens_per_s": "output tokens/s",
+            "ttft_p50_ms": "TTFT p50, ms",
+            "tpot_p50_ms": "TPOT p50, ms",
+        },
     )
 
 
@@ -246,10 +310,24 @@ def show_table(sides: list[Side], figures: dict[str, str]) -> None:
     for place, (figure, head) in enumerate(figures.items()):
         cells = [f"{side.median(figure):.2f}" for side in sides]
         if not place:
-            cells = [f"{cell} ({', '.join(f'{each[figure]:.2f}' for each in side.rounds)})" for cell, side in zip(cells, sides, strict=True)]
-        ratio = f"{sides[0].median(figure) / sides[1].median(figure):.2f}" if len(sides) > 1 and sides[1].median(figure) else ""
+            cells = [
+                f"{cell} ({', '.join(f'{each[figure]:.2f}' for each in side.rounds)})"
+                for cell, side in zip(cells, sides, strict=True)
+            ]
+        ratio = (
+            f"{sides[0].median(figure) / sides[1].median(figure):.2f}"
+            if len(sides) > 1 and sides[1].median(figure)
+            else ""
+        )
         print(f"| {head} | " + " | ".join(cells) + f" | {ratio} |")
-    print(json.dumps({side.name: {figure: round(side.median(figure), 4) for figure in figures} | {"rounds": len(side.rounds)} for side in sides}))
+    print(
+        json.dumps(
+            {
+                side.name: {figure: round(side.median(figure), 4) for figure in figures} | {"rounds": len(side.rounds)}
+                for side in sides
+            }
+        )
+    )
 
 
 def take_turns(sides: list[Side], rounds: int, measure: Callable[[int, Side], dict[str, float]]) -> None:
@@ -278,20 +356,48 @@ def servers(args: argparse.Namespace) -> Iterator[list[Side]]:
 
 def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", type=Path, required=True, help="a checkpoint folder with tokenizer.json, which all servers serve")
+    parser.add_argument(
+        "--model", type=Path, required=True, help="a checkpoint folder with tokenizer.json, which all servers serve"
+    )
     source = parser.add_mutually_exclusive_group(required=True)
-    source.add_argument("--trace", type=Path, help="a .csv of TIMESTAMP,ContextTokens,GeneratedTokens: search for the goodput")
+    source.add_argument(
+        "--trace", type=Path, help="a .csv of TIMESTAMP,ContextTokens,GeneratedTokens: search for the goodput"
+    )
     source.add_argument("--texts", type=Path, help="a ShareGPT-like .json: all requests at once")
     parser.add_argument("--num-requests", type=int, default=64, help="of --texts, in each round (default: %(default)s)")
-    parser.add_argument("--lengths", type=float, default=1.0, help="factor of prompts' and answers' lengths, for small machines (default: %(default)s)")
-    parser.add_argument("--longest", type=int, default=2048, help="tokens of prompt and answer; longer prompts are cut (default: %(default)s)")
-    parser.add_argument("--limits", choices=MLPERF, default="llama3.1-8b", help="of TTFT and TPOT, as MLPerf has them (default: %(default)s)")
+    parser.add_argument(
+        "--lengths",
+        type=float,
+        default=1.0,
+        help="factor of prompts' and answers' lengths, for small machines (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--longest",
+        type=int,
+        default=2048,
+        help="tokens of prompt and answer; longer prompts are cut (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--limits",
+        choices=MLPERF,
+        default="llama3.1-8b",
+        help="of TTFT and TPOT, as MLPerf has them (default: %(default)s)",
+    )
     parser.add_argument("--limit-scale", type=float, default=1.0, help="factor of both limits (default: %(default)s)")
-    parser.add_argument("--seconds", type=float, default=20.0, help="of a trial, in which requests arrive (default: %(default)s)")
-    parser.add_argument("--first-rate", type=float, default=2.0, help="requests/s of the first trial (default: %(default)s)")
+    parser.add_argument(
+        "--seconds", type=float, default=20.0, help="of a trial, in which requests arrive (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--first-rate", type=float, default=2.0, help="requests/s of the first trial (default: %(default)s)"
+    )
     parser.add_argument("--trials", type=int, default=8, help="of a search, at most (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=3, help="default: %(default)s")
-    parser.add_argument("--up", default="", metavar="FLAGS", help='further flags of `penstock up`, as in --up="--no-prefix-caching --jobs 0"')
+    parser.add_argument(
+        "--up",
+        default="",
+        metavar="FLAGS",
+        help='further flags of `penstock up`, as in --up="--no-prefix-caching --jobs 0"',
+    )
     parser.add_argument("--peer", default="", metavar="COMMAND", help="starts another server")
     parser.add_argument("--peer-url", default="http://127.0.0.1:8123", help="where it answers (default: %(default)s)")
     parser.add_argument("--peer-name", default="peer", help="in the tables (default: %(default)s)")
@@ -326,15 +432,27 @@ def run(args: argparse.Namespace) -> None:
     if trace:
         show_goodput(sides, trace, limits, args)
     else:
-        heads = {"output_tokens_per_s": "throughput, tokens/s", "ttft_mean_ms": "TTFT, ms", "tpot_mean_ms": "TPOT, ms", "requests_per_s": "requests/s"}
-        print(f"\n{args.num_requests} requests of {args.texts.name} at once, lengths times {args.lengths:g}; TTFT and TPOT are means:")
+        heads = {
+            "output_tokens_per_s": "throughput, tokens/s",
+            "ttft_mean_ms": "TTFT, ms",
+            "tpot_mean_ms": "TPOT, ms",
+            "requests_per_s": "requests/s",
+        }
+        print(
+            f"\n{args.num_requests} requests of {args.texts.name} at once, lengths times {args.lengths:g}; TTFT and "
+            "TPOT are means:"
+        )
         show_table(sides, heads)
 
 
 def main() -> None:
     parser = build_parser()
     args = parser.parse_args()
-    if min(args.lengths, args.limit_scale, args.seconds, args.first_rate) <= 0 or min(args.num_requests, args.rounds, args.trials) < 1 or args.longest < 2:
+    if (
+        min(args.lengths, args.limit_scale, args.seconds, args.first_rate) <= 0
+        or min(args.num_requests, args.rounds, args.trials) < 1
+        or args.longest < 2
+    ):
         parser.error("numbers must be above 0, and --longest above 1")
     if not args.model.is_dir():
         parser.error(f"--model {args.model}: no such folder")

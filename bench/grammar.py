@@ -1,8 +1,11 @@
 """What does holding answers to a grammar add to a step? Batch 32, vocabulary 151,936.
 
-Method: a made model of shape qwen2.5-0.5b in bfloat16 decodes 32 sequences, drawn at temperature 1, for --steps steps with a grammar and as many without,
-in turns. Random weights are a hard case: strings and white space wander through the whole vocabulary. A step with grammars is the loop's own: masks
-are filled in a thread beside the forward pass, and added to the logits before the reduction. Beside it, what filling and adding take by themselves.
+Method: a made model of shape qwen2.5-0.5b in bfloat16 decodes 32 sequences, drawn at temperature 1,
+for --steps steps with a grammar and as many without,
+in turns. Random weights are a hard case: strings and white space wander through the whole
+vocabulary. A step with grammars is the loop's own: masks
+are filled in a thread beside the forward pass, and added to the logits before the reduction. Beside
+it, what filling and adding take by themselves.
 
     python -m bench.grammar [--model FOLDER]
 
@@ -65,20 +68,33 @@ def main() -> None:
         started = time.perf_counter()
         compile_grammar(constraint, vocabulary)
         compiled_ms = (time.perf_counter() - started) * 1000
-        free, held, filling, adding = measure(engine, Constraints(lambda: vocabulary, VOCABULARY), constraint, args.steps)
+        free, held, filling, adding = measure(
+            engine, Constraints(lambda: vocabulary, VOCABULARY), constraint, args.steps
+        )
         print(
-            f"{name:22} compiles in {compiled_ms:5.1f} ms; a step {free:6.1f} ms without, {held:6.1f} with ({held / free - 1:+.1%}); "
+            f"{name:22} compiles in {compiled_ms:5.1f} ms; a step {free:6.1f} ms without, {held:6.1f} with "
+            f"({held / free - 1:+.1%}); "
             f"by themselves filling {filling:5.2f} ms, adding {adding:5.2f}"
         )
         key = name.replace(" ", "_")
-        result |= {f"{key}_step_ms": free, f"{key}_held_ms": held, f"{key}_filling_ms": filling, f"{key}_adding_ms": adding, f"{key}_compile_ms": compiled_ms}
+        result |= {
+            f"{key}_step_ms": free,
+            f"{key}_held_ms": held,
+            f"{key}_filling_ms": filling,
+            f"{key}_adding_ms": adding,
+            f"{key}_compile_ms": compiled_ms,
+        }
     print(json.dumps({name: round(value, 3) for name, value in result.items()}))
 
 
 def begin(engine: Engine, constraints: Constraints, constraint: Constraint, max_tokens: int) -> list[Sequence]:
     """Sequences whose grammars are compiled, in the scheduler."""
     sequences = [
-        Sequence(Request(n, str(n), SamplingParams(max_tokens=max_tokens, temperature=1.0, seed=n), (1,)), Tokens([5] * 100, 100)) for n in range(BATCH)
+        Sequence(
+            Request(n, str(n), SamplingParams(max_tokens=max_tokens, temperature=1.0, seed=n), (1,)),
+            Tokens([5] * 100, 100),
+        )
+        for n in range(BATCH)
     ]
     for sequence in sequences:
         engine.scheduler.add(sequence)
@@ -89,7 +105,9 @@ def begin(engine: Engine, constraints: Constraints, constraint: Constraint, max_
     return sequences
 
 
-def measure(engine: Engine, constraints: Constraints, constraint: Constraint, num_steps: int) -> tuple[float, float, float, float]:
+def measure(
+    engine: Engine, constraints: Constraints, constraint: Constraint, num_steps: int
+) -> tuple[float, float, float, float]:
     """Medians in milliseconds: a step without the grammar, a step with it, filling the step's masks, adding them."""
     scheduler, sequences = engine.scheduler, begin(engine, constraints, constraint, 2 * num_steps + 5)
     seconds: dict[str, list[float]] = {"free": [], "held": [], "filling": [], "adding": []}
@@ -107,7 +125,9 @@ def measure(engine: Engine, constraints: Constraints, constraint: Constraint, nu
         masks = masking.result() if masking is not None else NO_MASKS
         if kind == "apart":
             started = time.perf_counter()
-            engine.runner.row_search.ban(logits, np.arange(BATCH), [masks.by_row[sequence.prefix().key] for sequence in rows_of])
+            engine.runner.row_search.ban(
+                logits, np.arange(BATCH), [masks.by_row[sequence.prefix().key] for sequence in rows_of]
+            )
             seconds["adding"].append(time.perf_counter() - started)
         rows = reduce(logits, rows_of, engine.runner.row_search, masks)
         if kind != "apart":

@@ -1,8 +1,11 @@
 """What does it cost to tell another rank of a group what to compute?
 
-Method: a step of decodes, each with so many blocks, as bytes and back: our form of commands (services/compute/ranks/group/commands.py) and pickle's, which may
-cross no network. Then the way there: the head sends the step to a rank of its own, in another process, and waits for an answer of a few bytes, over a
-socket pair and over TCP on this host. The floor is that round trip with a command that holds nothing. In turns; the median of --rounds, each the mean of 100.
+Method: a step of decodes, each with so many blocks, as bytes and back: our form of commands
+(services/compute/ranks/group/commands.py) and pickle's, which may
+cross no network. Then the way there: the head sends the step to a rank of its own, in another
+process, and waits for an answer of a few bytes, over a
+socket pair and over TCP on this host. The floor is that round trip with a command that holds
+nothing. In turns; the median of --rounds, each the mean of 100.
 
     python -m bench.group [--rows 64] [--blocks 100]
 """
@@ -28,7 +31,9 @@ BLOCK_SIZE, POOL = 16, 20_000  # tokens of a block, and blocks to choose from
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="The price of a command to another rank.")
-    parser.add_argument("--rows", type=int, default=64, help="sequences of the step, a token each (default: %(default)s)")
+    parser.add_argument(
+        "--rows", type=int, default=64, help="sequences of the step, a token each (default: %(default)s)"
+    )
     parser.add_argument("--blocks", type=int, default=100, help="blocks of each, of 16 tokens (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=21)
     args = parser.parse_args()
@@ -57,13 +62,25 @@ def main() -> None:
     print(f"{args.rows} rows of {args.blocks} blocks: {len(packed):,} bytes; pickled {len(pickled):,}")
     for name, microseconds in found.items():
         print(f"{name:40}{microseconds:8.0f} us")
-    print(json.dumps({name: round(value, 1) for name, value in found.items()} | {"bytes": len(packed), "pickled_bytes": len(pickled)}))
+    print(
+        json.dumps(
+            {name: round(value, 1) for name, value in found.items()}
+            | {"bytes": len(packed), "pickled_bytes": len(pickled)}
+        )
+    )
 
 
 def make_batch(num_rows: int, num_blocks: int) -> ScheduledBatch:
     choose = random.Random(0)
     rows = [
-        BatchRow(handle, (choose.randrange(150_000),), num_blocks * BLOCK_SIZE - 1, tuple(choose.sample(range(POOL), num_blocks)), range(1), 40)
+        BatchRow(
+            handle,
+            (choose.randrange(150_000),),
+            num_blocks * BLOCK_SIZE - 1,
+            tuple(choose.sample(range(POOL), num_blocks)),
+            range(1),
+            40,
+        )
         for handle in range(num_rows)
     ]
     return ScheduledBatch(tuple(rows), num_rows)

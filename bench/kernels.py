@@ -1,8 +1,12 @@
-"""How fast is each kernel, beside torch's and beside the machine's ceilings? Every layer of two models' shapes, and attention.
+"""How fast is each kernel, beside torch's and beside the machine's ceilings? Every layer of two
+models' shapes, and attention.
 
-Method: native layers in each mode and torch's bfloat16 linear take turns on the same random data; the median of --rounds. GB/s counts the weights'
-bytes once, GOP/s two operations a multiplication; beside it, operations a cycle and core. The ceilings are measured in the same run: reading 1 GiB
-with all threads, and the best GEMM rate seen. Layers are used in turn from several copies, as a model does, so that weights come from memory and not
+Method: native layers in each mode and torch's bfloat16 linear take turns on the same random data;
+the median of --rounds. GB/s counts the weights'
+bytes once, GOP/s two operations a multiplication; beside it, operations a cycle and core. The
+ceilings are measured in the same run: reading 1 GiB
+with all threads, and the best GEMM rate seen. Layers are used in turn from several copies, as a
+model does, so that weights come from memory and not
 from a cache.
 
     python -m bench.kernels [--shape qwen2.5-0.5b] [--rows 1 4 16 64 256 1024]
@@ -53,7 +57,10 @@ def measure_layers(backend: Backend, shape: Shape, rows: list[int], rounds: int,
     for name, (n, k) in layers(shape).items():
         copies = max(1, min(8, COPIES_BYTES // (2 * n * k)))
         weights = [torch.randn(n, k).bfloat16() for _ in range(copies)]
-        native = {mode: [backend.make_linear(Dense(weight), quantization=mode) for weight in weights] for mode in QUANTIZATIONS}
+        native = {
+            mode: [backend.make_linear(Dense(weight), quantization=mode) for weight in weights]
+            for mode in QUANTIZATIONS
+        }
         for count in rows:
             x = torch.randn(count, k).bfloat16()
             seconds: dict[str, list[float]] = {}
@@ -69,13 +76,20 @@ def measure_layers(backend: Backend, shape: Shape, rows: list[int], rounds: int,
                 best = max(best, rate)
                 gigabytes = stored_bytes(native[mode][0]) / medians[mode] / 1e9
                 a_cycle = f"{rate / cycles:5.0f}" if cycles else ""
-                cells.append(f"{medians['torch'] / medians[mode]:.2f}x {gigabytes:5.1f} GB/s {rate / 1e9:6,.0f} GOP/s{a_cycle}")
-            print(f"{name:10}{count:6}{medians['torch'] * 1e6:16.0f}" + "".join(f"{cell:>36}" for cell in cells), flush=True)
+                cells.append(
+                    f"{medians['torch'] / medians[mode]:.2f}x {gigabytes:5.1f} GB/s {rate / 1e9:6,.0f} GOP/s{a_cycle}"
+                )
+            print(
+                f"{name:10}{count:6}{medians['torch'] * 1e6:16.0f}" + "".join(f"{cell:>36}" for cell in cells),
+                flush=True,
+            )
     return best
 
 
 def measure_attention(backend: Backend, shape: Shape, rounds: int) -> None:
-    """Decoding at several contexts, and a prompt; native over blocks, in bf16 and in int8 groups; torch's SDPA over keys and values in one piece."""
+    """Decoding at several contexts, and a prompt; native over blocks, in bf16 and in int8 groups;
+    torch's SDPA over keys and values in one piece.
+    """
     heads = Heads(shape.num_heads, shape.num_kv_heads, shape.head_dim)
     attention = backend.make_attention(heads)
     groups = [group for group in (64, 32, 8) if shape.head_dim % group == 0]
@@ -92,15 +106,31 @@ def measure_attention(backend: Backend, shape: Shape, rounds: int) -> None:
         blocks = -(-context // 16)
         tables = [tuple(range(number * blocks, (number + 1) * blocks)) for number in range(sequences)]
         tokens = sequences * new
-        slots = torch.tensor([table[at // 16] * 16 + at % 16 for table in tables for at in range(context - new, context)])
+        slots = torch.tensor(
+            [table[at // 16] * 16 + at % 16 for table in tables for at in range(context - new, context)]
+        )
         angles = torch.zeros(tokens, heads.head_dim // 2)
-        plan = attention.plan(AttentionInputs([new] * sequences, [context] * sequences, tables, slots, ((angles.cos(), angles.sin()),)), 16)
+        plan = attention.plan(
+            AttentionInputs([new] * sequences, [context] * sequences, tables, slots, ((angles.cos(), angles.sin()),)),
+            16,
+        )
         qkv = torch.randn(tokens, (heads.num_heads + 2 * heads.num_kv_heads) * heads.head_dim).bfloat16()
-        q = qkv[:, : heads.num_heads * heads.head_dim].reshape(sequences, new, heads.num_heads, heads.head_dim).transpose(1, 2).contiguous()
-        copies = range(max(1, LAYERS_BYTES // (4 * sequences * context * heads.num_kv_heads * heads.head_dim)))  # in turn, as layers do
+        q = (
+            qkv[:, : heads.num_heads * heads.head_dim]
+            .reshape(sequences, new, heads.num_heads, heads.head_dim)
+            .transpose(1, 2)
+            .contiguous()
+        )
+        copies = range(
+            max(1, LAYERS_BYTES // (4 * sequences * context * heads.num_kv_heads * heads.head_dim))
+        )  # in turn, as layers do
         x = [torch.randn(sequences * context, heads.num_kv_heads, heads.head_dim).bfloat16() for _ in range(2)]
-        caches = {group: [make_cache(backend, heads, blocks * sequences, group) for _ in copies] for group in (0, *groups)}
-        pieces = [[each.view(sequences, context, *each.shape[1:]).transpose(1, 2).contiguous() for each in x] for _ in copies]
+        caches = {
+            group: [make_cache(backend, heads, blocks * sequences, group) for _ in copies] for group in (0, *groups)
+        }
+        pieces = [
+            [each.view(sequences, context, *each.shape[1:]).transpose(1, 2).contiguous() for each in x] for _ in copies
+        ]
         seconds: dict[object, list[float]] = {}
         for number in range(rounds * max(4, len(copies))):
             at = number % len(copies)
@@ -108,22 +138,41 @@ def measure_attention(backend: Backend, shape: Shape, rounds: int) -> None:
                 call = lambda kv=made[at]: attention(qkv, kv, plan, window=None, norms=(None, None), eps=1e-6)  # noqa: B023, E731
                 seconds.setdefault(group, []).append(timed(call))
             k, v = pieces[at]
-            seconds.setdefault("sdpa", []).append(timed(lambda: F.scaled_dot_product_attention(q, k, v, is_causal=new > 1, enable_gqa=True)))  # noqa: B023
+            seconds.setdefault("sdpa", []).append(
+                timed(lambda: F.scaled_dot_product_attention(q, k, v, is_causal=new > 1, enable_gqa=True))  # noqa: B023
+            )
         medians = {case: statistics.median(values) * 1e6 for case, values in seconds.items()}
-        cells = [f"{medians[0]:.0f}", f"{caches[0][0].nbytes / medians[0] / 1e3:.1f}", f"{medians['sdpa']:.0f}", f"{medians['sdpa'] / medians[0]:.2f}"]
-        print(f"{name:20}" + "".join(f"{cell:>14}" for cell in [*cells, *(f"{medians[group]:.0f}" for group in groups)]), flush=True)
+        cells = [
+            f"{medians[0]:.0f}",
+            f"{caches[0][0].nbytes / medians[0] / 1e3:.1f}",
+            f"{medians['sdpa']:.0f}",
+            f"{medians['sdpa'] / medians[0]:.2f}",
+        ]
+        print(
+            f"{name:20}" + "".join(f"{cell:>14}" for cell in [*cells, *(f"{medians[group]:.0f}" for group in groups)]),
+            flush=True,
+        )
 
 
 def make_cache(backend: Backend, heads: Heads, num_blocks: int, group: int) -> torch.Tensor:
-    """A layer's cache whose bytes are no numbers that would take longer than others, whatever order they stand in; group: of int8, 0: bfloat16."""
+    """A layer's cache whose bytes are no numbers that would take longer than others, whatever order
+    they stand in; group: of int8, 0: bfloat16.
+    """
     kv = backend.make_kv_layer(num_blocks, 16, heads.num_kv_heads, heads.head_dim, group=group)
     kv.view(torch.uint8).fill_(0x2C)
     return kv
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Every kernel over a model's shapes, beside torch and the machine's ceilings.")
-    parser.add_argument("--shape", choices=[name for name in SHAPES if name != "tiny"], default="qwen2.5-0.5b", help="default: %(default)s")
+    parser = argparse.ArgumentParser(
+        description="Every kernel over a model's shapes, beside torch and the machine's ceilings."
+    )
+    parser.add_argument(
+        "--shape",
+        choices=[name for name in SHAPES if name != "tiny"],
+        default="qwen2.5-0.5b",
+        help="default: %(default)s",
+    )
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 4, 16, 64, 256, 1024])
     parser.add_argument("--rounds", type=int, default=3)
     args = parser.parse_args()
@@ -132,7 +181,10 @@ def main() -> None:
         hertz = ceilings()[1]
         best = measure_layers(backend, SHAPES[args.shape], args.rows, args.rounds, hertz * torch.get_num_threads())
         measure_attention(backend, SHAPES[args.shape], args.rounds)
-        print(f"ceilings: memory read {read_bandwidth() / 1e9:.1f} GB/s; best rate of a GEMM here {best / 1e9:,.0f} GOP/s; clock {hertz / 1e9:.2f} GHz")
+        print(
+            f"ceilings: memory read {read_bandwidth() / 1e9:.1f} GB/s; best rate of a GEMM here {best / 1e9:,.0f} "
+            f"GOP/s; clock {hertz / 1e9:.2f} GHz"
+        )
 
 
 if __name__ == "__main__":

@@ -1,8 +1,12 @@
-"""What does a watcher of the live view cost? A compute replica's CPU time for a view, and the time of its steps with and without one.
+"""What does a watcher of the live view cost? A compute replica's CPU time for a view, and the time
+of its steps with and without one.
 
-Method: the largest view there can be (64 sequences, 256 blocks each, scattered) is made and encoded; the process's CPU time of one, the best of REPEATS.
-Then the demo model runs NUM_SEQUENCES sequences without end, and windows of WINDOW_S with the key `watched` and without it take turns, now this and now
-that first; of each window, the time a step took (all its parts but waiting). What is told is the median ratio of neighbours: other load on the machine is in
+Method: the largest view there can be (64 sequences, 256 blocks each, scattered) is made and
+encoded; the process's CPU time of one, the best of REPEATS.
+Then the demo model runs NUM_SEQUENCES sequences without end, and windows of WINDOW_S with the key
+`watched` and without it take turns, now this and now
+that first; of each window, the time a step took (all its parts but waiting). What is told is the
+median ratio of neighbours: other load on the machine is in
 both. Ceiling: a view's CPU time, twice a second.
 
     python -m bench.live_view [--windows 12] [--seconds 200]
@@ -40,13 +44,23 @@ def cpu_of_a_view() -> tuple[float, int]:
     """Seconds, and bytes."""
     blocks = BlockManager(2 * MAX_SEQUENCES_SHOWN * MAX_BLOCKS_SHOWN, 16)
     request = TokenizedRequest(
-        "chatcmpl-0123456789abcdef.0", None, MODEL, SamplingParams(max_tokens=1), prompt_token_ids=np.ones(1, np.int32), eos_token_ids=()
+        "chatcmpl-0123456789abcdef.0",
+        None,
+        MODEL,
+        SamplingParams(max_tokens=1),
+        prompt_token_ids=np.ones(1, np.int32),
+        eos_token_ids=(),
     )
     active = []
     for handle in range(MAX_SEQUENCES_SHOWN):
         table = BlockTable(range(handle, 2 * MAX_SEQUENCES_SHOWN * MAX_BLOCKS_SHOWN, 2 * MAX_SEQUENCES_SHOWN))
         active.append(
-            ActiveRequest(Sequence(Request(handle, request.request_id, request.params), Tokens([1], 1), Kv(block_table=table)), request, b"1-0", None)
+            ActiveRequest(
+                Sequence(Request(handle, request.request_id, request.params), Tokens([1], 1), Kv(block_table=table)),
+                request,
+                b"1-0",
+                None,
+            )
         )
     seconds, packed = [], b""
     for _ in range(REPEATS):
@@ -78,9 +92,15 @@ def compare(deployment: Deployment, num_pairs: int, seconds: float) -> list[tupl
     pairs: list[tuple[float, float]] = []
     print(f"{'pair':>4}{'watched, ms':>14}{'alone, ms':>14}{'ratio':>9}")
     while len(pairs) < num_pairs and (not pairs or time.monotonic() < until):
-        measured = {is_watched: step_s(deployment, is_watched=is_watched) for is_watched in ((True, False), (False, True))[len(pairs) % 2]}
+        measured = {
+            is_watched: step_s(deployment, is_watched=is_watched)
+            for is_watched in ((True, False), (False, True))[len(pairs) % 2]
+        }
         pairs.append((measured[True], measured[False]))
-        print(f"{len(pairs):>4}{1e3 * measured[True]:>14.3f}{1e3 * measured[False]:>14.3f}{measured[True] / measured[False]:>9.3f}", flush=True)
+        print(
+            f"{len(pairs):>4}{1e3 * measured[True]:>14.3f}{1e3 * measured[False]:>14.3f}{measured[True] / measured[False]:>9.3f}",  # noqa: E501
+            flush=True,
+        )
     return pairs
 
 
@@ -93,10 +113,15 @@ def run_without_end(url: str, is_over: threading.Event) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.live_view", description=__doc__.splitlines()[0])
     parser.add_argument("--windows", type=int, default=12, help="pairs (default: %(default)s)")
-    parser.add_argument("--seconds", type=float, default=200, help="after which no further pair begins (default: %(default)s)")
+    parser.add_argument(
+        "--seconds", type=float, default=200, help="after which no further pair begins (default: %(default)s)"
+    )
     args = parser.parse_args()
     view_s, num_bytes = cpu_of_a_view()
-    print(f"a view of {MAX_SEQUENCES_SHOWN} sequences with {MAX_BLOCKS_SHOWN} blocks each: {1e3 * view_s:.2f} ms of CPU, {num_bytes} bytes")
+    print(
+        f"a view of {MAX_SEQUENCES_SHOWN} sequences with {MAX_BLOCKS_SHOWN} blocks each: {1e3 * view_s:.2f} ms of "
+        f"CPU, {num_bytes} bytes"
+    )
     with tempfile.TemporaryDirectory() as folder, running_redis(Path(folder) / "redis", None) as redis_url:
         deployment = Deployment(redis_url, Path(folder))
         is_over = threading.Event()
@@ -112,7 +137,10 @@ def main() -> None:
             deployment.stop()
     ratio = statistics.median(watched / alone for watched, alone in pairs)
     watched, alone = (statistics.median(column) for column in zip(*pairs, strict=True))
-    print(f"a step: {1e3 * watched:.2f} ms watched, {1e3 * alone:.2f} ms alone; ratio of neighbouring windows, median: {ratio:.3f}")
+    print(
+        f"a step: {1e3 * watched:.2f} ms watched, {1e3 * alone:.2f} ms alone; ratio of neighbouring windows, median: "
+        f"{ratio:.3f}"
+    )
     print(
         json.dumps(
             {

@@ -1,6 +1,7 @@
 """A load generator: streams of completions, each on a plain socket of its own.
 
-What comes is kept as it is, with the time at which it came, and looked at when all is over: a client that parses every event in Python would take
+What comes is kept as it is, with the time at which it came, and looked at when all is over: a
+client that parses every event in Python would take
 more of the cores than the gateway does.
 """
 
@@ -53,7 +54,9 @@ class Stream(asyncio.Protocol):
 def generate(port: int, model: str, prompts: list[list[int]], num_tokens: int) -> Load:
     """All prompts at once, greedily and whatever the tokens. Raises SystemExit for a stream that is not whole."""
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return runner.run(stream_all([(port, make_request(model, prompt, num_tokens)) for prompt in prompts], num_tokens))
+        return runner.run(
+            stream_all([(port, make_request(model, prompt, num_tokens)) for prompt in prompts], num_tokens)
+        )
 
 
 async def stream_all(requests: list[tuple[int, bytes]], num_tokens: int, at_once: int | None = None) -> Load:
@@ -74,10 +77,19 @@ async def stream_all(requests: list[tuple[int, bytes]], num_tokens: int, at_once
     return Load(seconds, statistics.median(each.first_at - each.sent_at for each in streams), cpu)
 
 
-def make_request(model: str, prompt: list[int] | str, num_tokens: int, temperature: float = 0.0, *, is_chat: bool = False) -> bytes:
+def make_request(
+    model: str, prompt: list[int] | str, num_tokens: int, temperature: float = 0.0, *, is_chat: bool = False
+) -> bytes:
     """The bytes of a request: a completion of the prompt, or a conversation that it begins."""
     asked: dict[str, object] = {"messages": [{"role": "user", "content": prompt}]} if is_chat else {"prompt": prompt}
-    body = {"model": model, **asked, "max_tokens": num_tokens, "temperature": temperature, "ignore_eos": True, "stream": True}
+    body = {
+        "model": model,
+        **asked,
+        "max_tokens": num_tokens,
+        "temperature": temperature,
+        "ignore_eos": True,
+        "stream": True,
+    }
     body["stream_options"] = {"include_position": True}
     return post("localhost", "/v1/chat/completions" if is_chat else "/v1/completions", body)
 
@@ -85,12 +97,19 @@ def make_request(model: str, prompt: list[int] | str, num_tokens: int, temperatu
 def post(host: str, path: str, body: dict[str, object]) -> bytes:
     """The bytes of a request after whose answer the server closes the connection."""
     packed = json.dumps(body).encode()
-    head = f"POST {path} HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\nContent-Length: {len(packed)}\r\nConnection: close\r\n\r\n"
+    head = (
+        f"POST {path} HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\nContent-Length: "
+        f"{len(packed)}\r\nConnection: close\r\n\r\n"
+    )
     return head.encode() + packed
 
 
 def check(received: bytes, num_tokens: int) -> None:
     """An event's id is the position of its token: the last is there, and then the end."""
-    is_whole = received.startswith(b"HTTP/1.1 200 ") and b"id: %d\n" % num_tokens in received and b"data: [DONE]" in received[-64:]
+    is_whole = (
+        received.startswith(b"HTTP/1.1 200 ")
+        and b"id: %d\n" % num_tokens in received
+        and b"data: [DONE]" in received[-64:]
+    )
     if not is_whole:
         raise SystemExit(f"an incomplete stream: {received[:300]!r} … {received[-300:]!r}")

@@ -1,11 +1,16 @@
-"""What does loading a checkpoint cost? Seconds, and the peak of anonymous memory, for each format of safetensors in a model's shape.
+"""What does loading a checkpoint cost? Seconds, and the peak of anonymous memory, for each format
+of safetensors in a model's shape.
 
-Method: a checkpoint of random codes in the format's own layout, written once to --folder and read before (so that it is in the page cache); a child
-process loads it as compute does, in bfloat16, and this one reads the child's RssAnon from /proc every 5 ms. Mapped files are not counted: the
-system takes their pages back when it needs them. `kept` is what is there after loading, `peak` the most while loading, both above what the process has
+Method: a checkpoint of random codes in the format's own layout, written once to --folder and read
+before (so that it is in the page cache); a child
+process loads it as compute does, in bfloat16, and this one reads the child's RssAnon from /proc
+every 5 ms. Mapped files are not counted: the
+system takes their pages back when it needs them. `kept` is what is there after loading, `peak` the
+most while loading, both above what the process has
 before it begins.
 
-With --ranks, each rank of so many loads its part, one after the other, beside one rank that loads all, in the same run. Seconds and bytes are medians
+With --ranks, each rank of so many loads its part, one after the other, beside one rank that loads
+all, in the same run. Seconds and bytes are medians
 of --runs; the last columns are the same as parts of what one rank takes. Rank 0 alone has the embedding.
 
     python -m bench.loading [--shape llama-3.2-1b] [--formats none awq gptq] [--folder DIR]
@@ -45,14 +50,23 @@ def random_words(rows: int, columns: int) -> torch.Tensor:
 
 def awq_layer(n: int, k: int) -> dict[str, torch.Tensor]:
     groups = -(-k // GROUP)
-    return {"qweight": random_words(k, n // 8), "qzeros": random_words(groups, n // 8), "scales": torch.full((groups, n), 0.003, dtype=torch.float16)}
+    return {
+        "qweight": random_words(k, n // 8),
+        "qzeros": random_words(groups, n // 8),
+        "scales": torch.full((groups, n), 0.003, dtype=torch.float16),
+    }
 
 
 def gptq_layer(n: int, k: int) -> dict[str, torch.Tensor]:
     groups = -(-k // GROUP)
     zeros = torch.full((groups, n // 8), 0x77777777, dtype=torch.int32)
     scales = torch.full((groups, n), 0.003, dtype=torch.float16)
-    return {"qweight": random_words(k // 8, n), "qzeros": zeros, "scales": scales, "g_idx": (torch.arange(k) // GROUP).int()}
+    return {
+        "qweight": random_words(k // 8, n),
+        "qzeros": zeros,
+        "scales": scales,
+        "g_idx": (torch.arange(k) // GROUP).int(),
+    }
 
 
 def act_order_layer(n: int, k: int) -> dict[str, torch.Tensor]:
@@ -65,16 +79,33 @@ def int8_layer(n: int, k: int) -> dict[str, torch.Tensor]:
 
 def fp8_layer(n: int, k: int) -> dict[str, torch.Tensor]:
     scales = torch.full((-(-n // 128), -(-k // 128)), 0.0003)
-    return {"weight": torch.randint(0, 120, (n, k), dtype=torch.int8).view(torch.float8_e4m3fn), "weight_scale_inv": scales}
+    return {
+        "weight": torch.randint(0, 120, (n, k), dtype=torch.int8).view(torch.float8_e4m3fn),
+        "weight_scale_inv": scales,
+    }
 
 
-INT8_SCHEME = {"targets": ["Linear"], "weights": {"num_bits": 8, "type": "int", "strategy": "channel", "symmetric": True}}
+INT8_SCHEME = {
+    "targets": ["Linear"],
+    "weights": {"num_bits": 8, "type": "int", "strategy": "channel", "symmetric": True},
+}
 FORMATS: dict[str, tuple[Layer | None, dict[str, Any] | None]] = {
     "none": (None, None),
     "awq": (awq_layer, {"quant_method": "awq", "bits": 4, "group_size": GROUP, "version": "gemm", "zero_point": True}),
     "gptq": (gptq_layer, {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "desc_act": False, "sym": True}),
-    "gptq-act-order": (act_order_layer, {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "desc_act": True, "sym": True}),
-    "int8": (int8_layer, {"quant_method": "compressed-tensors", "format": "int-quantized", "config_groups": {"all": INT8_SCHEME}, "ignore": ["lm_head"]}),
+    "gptq-act-order": (
+        act_order_layer,
+        {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "desc_act": True, "sym": True},
+    ),
+    "int8": (
+        int8_layer,
+        {
+            "quant_method": "compressed-tensors",
+            "format": "int-quantized",
+            "config_groups": {"all": INT8_SCHEME},
+            "ignore": ["lm_head"],
+        },
+    ),
     "fp8": (fp8_layer, {"quant_method": "fp8", "weight_block_size": [128, 128]}),
 }
 
@@ -90,7 +121,11 @@ def write(folder: Path, shape: Shape, name: str) -> None:
         if layer is not None and full_name.endswith("_proj.weight"):
             tensors |= {full_name.removesuffix("weight") + part: tensor for part, tensor in layer(*size).items()}
         else:
-            tensors[full_name] = torch.ones(size, dtype=torch.bfloat16) if len(size) == 1 else torch.randn(size, dtype=torch.bfloat16) * 0.02
+            tensors[full_name] = (
+                torch.ones(size, dtype=torch.bfloat16)
+                if len(size) == 1
+                else torch.randn(size, dtype=torch.bfloat16) * 0.02
+            )
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     described = {} if quantization_config is None else {"quantization_config": quantization_config}
     (folder / "config.json").write_text(json.dumps(config_json(shape, "bfloat16") | described))
@@ -106,10 +141,19 @@ def load(folder: Path, share: Share) -> None:
     """The child: loads its part, and prints what it had before, what it has then, and the seconds."""
     config = read_config(json.loads((folder / "config.json").read_text()))
     before, started = anonymous_bytes("self"), time.perf_counter()
-    weights = load_parts(folder, config, choose_backend(torch.bfloat16, torch.device("cpu")), Portion(share, has_embedding=share.rank == 0))
+    weights = load_parts(
+        folder,
+        config,
+        choose_backend(torch.bfloat16, torch.device("cpu")),
+        Portion(share, has_embedding=share.rank == 0),
+    )
     seconds = time.perf_counter() - started
     give_back_free_memory()
-    print(json.dumps({"before": before, "after": anonymous_bytes("self"), "seconds": seconds, "layers": len(weights.layers)}))
+    print(
+        json.dumps(
+            {"before": before, "after": anonymous_bytes("self"), "seconds": seconds, "layers": len(weights.layers)}
+        )
+    )
 
 
 def measure(folder: Path, share: Share) -> tuple[float, int, int]:
@@ -117,7 +161,16 @@ def measure(folder: Path, share: Share) -> tuple[float, int, int]:
     with (folder / "model.safetensors").open("rb") as file:
         while file.read(1 << 24):
             continue
-    command = [sys.executable, "-m", "bench.loading", "--child", str(folder), "--share", str(share.rank), str(share.size)]
+    command = [
+        sys.executable,
+        "-m",
+        "bench.loading",
+        "--child",
+        str(folder),
+        "--share",
+        str(share.rank),
+        str(share.size),
+    ]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as child:
         peak = 0
         while child.poll() is None:
@@ -132,7 +185,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=sorted(SHAPES), default="llama-3.2-1b")
     parser.add_argument("--formats", nargs="+", choices=sorted(FORMATS), default=list(FORMATS))
-    parser.add_argument("--folder", type=Path, help="where the checkpoints are written and stay (default: a temporary one)")
+    parser.add_argument(
+        "--folder", type=Path, help="where the checkpoints are written and stay (default: a temporary one)"
+    )
     parser.add_argument("--ranks", type=int, default=1, help="how many share the model (tensor parallelism)")
     parser.add_argument("--runs", type=int, default=1, help="loads of each rank, of which the median counts")
     parser.add_argument("--child", type=Path, help=argparse.SUPPRESS)
@@ -143,7 +198,10 @@ def main() -> None:
         return
     shares = [Share(), *(Share(rank, args.ranks) for rank in range(args.ranks) if args.ranks > 1)]
     with tempfile.TemporaryDirectory() as temporary:
-        print(f"{args.shape}, loaded in bfloat16\n{'format':16}{'rank':>8}{'file, MB':>10}{'seconds':>10}{'kept, MB':>10}{'peak, MB':>10}{'of one rank':>24}")
+        print(
+            f"{args.shape}, loaded in "
+            f"bfloat16\n{'format':16}{'rank':>8}{'file, MB':>10}{'seconds':>10}{'kept, MB':>10}{'peak, MB':>10}{'of one rank':>24}"  # noqa: E501
+        )
         for name in args.formats:
             folder = (args.folder or Path(temporary)) / f"{args.shape}-{name}"
             write(folder, SHAPES[args.shape], name)
@@ -152,9 +210,14 @@ def main() -> None:
             runs = [[measure(folder, share) for share in shares] for _ in range(args.runs)]
             found = [tuple(map(statistics.median, zip(*each, strict=True))) for each in zip(*runs, strict=True)]
             for share, (seconds, kept, peak) in zip(shares, found, strict=True):
-                ratios = "".join(f"{value / of_one:>8.2f}" for value, of_one in zip((seconds, kept, peak), found[0], strict=True))
+                ratios = "".join(
+                    f"{value / of_one:>8.2f}" for value, of_one in zip((seconds, kept, peak), found[0], strict=True)
+                )
                 rank = f"{share.rank} of {share.size}"
-                print(f"{name:16}{rank:>8}{size / 1e6:>10.0f}{seconds:>10.1f}{kept / 1e6:>10.0f}{peak / 1e6:>10.0f}{ratios}", flush=True)
+                print(
+                    f"{name:16}{rank:>8}{size / 1e6:>10.0f}{seconds:>10.1f}{kept / 1e6:>10.0f}{peak / 1e6:>10.0f}{ratios}",  # noqa: E501
+                    flush=True,
+                )
 
 
 if __name__ == "__main__":

@@ -1,7 +1,9 @@
 """The compute loop alone, in a process of its own: what bench.pipeline compares the pipeline with.
 
-Scheduler, runner and reduction are the service's, built from the same flags; decisions are taken at once. The process has the threads and the
-niceness that `penstock up` gives compute. Where the device draws, a step is in flight. It answers each line on its standard input,
+Scheduler, runner and reduction are the service's, built from the same flags; decisions are taken at
+once. The process has the threads and the
+niceness that `penstock up` gives compute. Where the device draws, a step is in flight. It answers
+each line on its standard input,
 {"streams": 8, "num_in": 128, "num_out": 128}, with one of JSON.
 """
 
@@ -29,15 +31,20 @@ class Loop:
         with log.open("wb") as errors:
             self.process = subprocess.Popen(
                 ["nice", "-n", str(COMPUTE_NICENESS), sys.executable, "-m", "bench.loop", *flags],
-                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, env={**os.environ, "PENSTOCK_LOG_LEVEL": "error"},
-            )  # fmt: skip
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                env={**os.environ, "PENSTOCK_LOG_LEVEL": "error"},
+            )
         self.log = log
         self.num_threads: int = self._read()["threads"]
 
     def run(self, streams: int, num_in: int, num_out: int) -> dict[str, float]:
         """Seconds from the first prompt to the last token, those of its parts, and CPU seconds."""
         assert self.process.stdin is not None
-        self.process.stdin.write(json.dumps({"streams": streams, "num_in": num_in, "num_out": num_out}).encode() + b"\n")
+        self.process.stdin.write(
+            json.dumps({"streams": streams, "num_in": num_in, "num_out": num_out}).encode() + b"\n"
+        )
         self.process.stdin.flush()
         return self._read()
 
@@ -99,7 +106,17 @@ def main() -> None:
             steps.step() if draws else run_step(engine.scheduler, decide)
             num_steps += 1
         seconds["forward"] += (time.perf_counter() - started) * draws
-        print(json.dumps({"seconds": time.perf_counter() - started, "cpu": time.process_time() - cpu, "steps": num_steps, **seconds}), flush=True)
+        print(
+            json.dumps(
+                {
+                    "seconds": time.perf_counter() - started,
+                    "cpu": time.process_time() - cpu,
+                    "steps": num_steps,
+                    **seconds,
+                }
+            ),
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

@@ -1,8 +1,12 @@
-"""How fast is the model alone? Decode tokens/s by batch and prefill tokens/s by length, beside the floor that memory and arithmetic set.
+"""How fast is the model alone? Decode tokens/s by batch and prefill tokens/s by length, beside the
+floor that memory and arithmetic set.
 
-Method: scheduler and runner in one process, tokens chosen at once; a round measures every case in turn, and the median of the rounds counts.
-The floor of a step is the larger of its layers' bytes (as stored, scales and all) over the measured read bandwidth, and its multiplications over
-what the GEMM itself reaches at 512 rows in the same run. Decode is 128 in and 128 out (32 in at batch 1), prefill excluded.
+Method: scheduler and runner in one process, tokens chosen at once; a round measures every case in
+turn, and the median of the rounds counts.
+The floor of a step is the larger of its layers' bytes (as stored, scales and all) over the measured
+read bandwidth, and its multiplications over
+what the GEMM itself reaches at 512 rows in the same run. Decode is 128 in and 128 out (32 in at
+batch 1), prefill excluded.
 
     python -m bench.model --shape qwen2.5-0.5b [--modes none w8a8] [--rounds 3]
 
@@ -53,7 +57,12 @@ class Engine:
         """Returns decode tokens/s (0 if there was no decoding) and prefill tokens/s."""
         for number in range(batch):
             prompt = [(7 * number + 13 * at) % 2000 + 5 for at in range(num_in)]
-            self.scheduler.add(Sequence(Request(self.num_sequences + number, "r", SamplingParams(max_tokens=num_out)), Tokens(prompt, num_in)))
+            self.scheduler.add(
+                Sequence(
+                    Request(self.num_sequences + number, "r", SamplingParams(max_tokens=num_out)),
+                    Tokens(prompt, num_in),
+                )
+            )
         self.num_sequences += batch
         tokens, seconds = {"decode": 0, "prefill": 0}, {"decode": 0.0, "prefill": 0.0}
 
@@ -67,13 +76,21 @@ class Engine:
 
         while run_step(self.scheduler, decide) is not None:
             pass
-        return tokens["decode"] / seconds["decode"] if seconds["decode"] else 0.0, tokens["prefill"] / seconds["prefill"]
+        return tokens["decode"] / seconds["decode"] if seconds["decode"] else 0.0, tokens["prefill"] / seconds[
+            "prefill"
+        ]
 
 
 def load(model: Path, mode: str, **more: object) -> Engine:
     settings = ComputeSettings(
-        model=str(model), dtype="bfloat16", quantization=mode, prefix_caching=False, kv_cache_memory="2GiB", max_batched_tokens=1024, **more,  # type: ignore[arg-type]
-    )  # fmt: skip
+        model=str(model),
+        dtype="bfloat16",
+        quantization=mode,
+        prefix_caching=False,
+        kv_cache_memory="2GiB",
+        max_batched_tokens=1024,
+        **more,  # type: ignore[arg-type]
+    )
     return load_engine(settings, open_model(str(model), weights=True))
 
 
@@ -87,7 +104,10 @@ def load_engine(settings: ComputeSettings, files: ModelFiles, group: Group | Non
     attention = config.hidden_size * config.head_dim * 2 * (config.num_heads + config.num_kv_heads)
     layer = attention + 3 * config.hidden_size * config.intermediate_size
     weights = decoder.weights
-    linears: list[Product | LogitsProduct] = [weights.lm_head, *(each for at in weights.layers for each in (at.qkv, at.output, *at.mlp.linears.values()))]
+    linears: list[Product | LogitsProduct] = [
+        weights.lm_head,
+        *(each for at in weights.layers for each in (at.qkv, at.output, *at.mlp.linears.values())),
+    ]
     own = [found for each in linears if (found := own_of(each)) is not None]
     num_parameters = config.num_layers * layer + config.vocab_size * config.hidden_size
     return Engine(scheduler, runner, engine.runner.row_search, num_parameters, sum(map(stored_bytes, own)))
@@ -108,7 +128,9 @@ def read_bandwidth() -> float:
 
 def gemm_rate(mode: str) -> float:
     """Multiplications/s of one layer of 8192 x 2048 at 512 rows, the best of five."""
-    layer = choose_backend(torch.bfloat16, torch.device("cpu")).make_linear(Dense(torch.randn(8192, 2048)), quantization=mode)
+    layer = choose_backend(torch.bfloat16, torch.device("cpu")).make_linear(
+        Dense(torch.randn(8192, 2048)), quantization=mode
+    )
     x = torch.randn(512, 2048).bfloat16()
     return max(512 * 8192 * 2048 / timed(lambda: layer(x)) for _ in range(5))
 
@@ -129,7 +151,11 @@ def long_contexts(model: Path, modes: list[str], context: int, rounds: int) -> N
         for _ in range(rounds):
             for name, engine in engines.items():
                 found[name].append(engine.run(8, context, 32)[0])
-        print(f"{mode}, 8 x {context}: " + ", ".join(f"KV {name} {statistics.median(rates):.0f}" for name, rates in found.items()), flush=True)
+        print(
+            f"{mode}, 8 x {context}: "
+            + ", ".join(f"KV {name} {statistics.median(rates):.0f}" for name, rates in found.items()),
+            flush=True,
+        )
 
 
 def main() -> None:
@@ -155,7 +181,10 @@ def main() -> None:
                 for length in PREFILLS:
                     found.setdefault((mode, f"prefill, {length}"), []).append(engine.run(1, length, 1)[1])
         bandwidth = read_bandwidth()
-        print(f"{torch.get_num_threads()} threads, memory read at {bandwidth / 1e9:.1f} GB/s; tokens/s, the floor's in brackets")
+        print(
+            f"{torch.get_num_threads()} threads, memory read at {bandwidth / 1e9:.1f} GB/s; tokens/s, the floor's in "
+            "brackets"
+        )
         rates = {mode: gemm_rate(mode) for mode in args.modes}
         print(f"{'':18}" + "".join(f"{mode:>20}" for mode in args.modes))
         for case in [f"decode, batch {batch}" for batch in BATCHES] + [f"prefill, {length}" for length in PREFILLS]:

@@ -16,5 +16,7 @@ def model_folder(given: Path | None, shape: str) -> Iterator[Path]:
         return
     with tempfile.TemporaryDirectory() as folder:
         model = Path(folder) / shape
-        subprocess.run([sys.executable, "-m", "services.operator.cli", "make-model", str(model), "--shape", shape], check=True)
+        subprocess.run(
+            [sys.executable, "-m", "services.operator.cli", "make-model", str(model), "--shape", shape], check=True
+        )
         yield model

@@ -1,10 +1,16 @@
-"""How much could a step gain if its batch were split in two, so that the attention of one half runs while the other is multiplied?
+"""How much could a step gain if its batch were split in two, so that the attention of one half runs
+while the other is multiplied?
 
-Method: on paper, the bytes and operations of the two kinds of work, for shapes and hardware that `penstock simulate` knows. One after the other
-they take max(bytes / bandwidth, operations / rate) each. At the same time they take no less than max(all bytes / bandwidth, all operations / rate), with
-the weights' bytes twice, because both halves read them. That is an upper bound: nothing waits, and neither kind of work slows down the other.
-With --measure, on this machine's first two cores: the native kernels of one layer, cold, with both cores on each kernel in turn, against one core on the
-attention of a half and the other on the products of the other half. The two take turns; medians of --rounds, and their ratio.
+Method: on paper, the bytes and operations of the two kinds of work, for shapes and hardware that
+`penstock simulate` knows. One after the other
+they take max(bytes / bandwidth, operations / rate) each. At the same time they take no less than
+max(all bytes / bandwidth, all operations / rate), with
+the weights' bytes twice, because both halves read them. That is an upper bound: nothing waits, and
+neither kind of work slows down the other.
+With --measure, on this machine's first two cores: the native kernels of one layer, cold, with both
+cores on each kernel in turn, against one core on the
+attention of a half and the other on the products of the other half. The two take turns; medians of
+--rounds, and their ratio.
 
     python -m bench.nano_batches
     python -m bench.nano_batches --measure --shape qwen2.5-0.5b --cases 64x512 64x2048
@@ -42,7 +48,9 @@ class Step:
 
     @property
     def name(self) -> str:
-        names = [f"{self.num_decodes} x {self.context:,}"] * bool(self.num_decodes) + [f"a prompt of {self.num_prompt_tokens:,}"] * bool(self.num_prompt_tokens)
+        names = [f"{self.num_decodes} x {self.context:,}"] * bool(self.num_decodes) + [
+            f"a prompt of {self.num_prompt_tokens:,}"
+        ] * bool(self.num_prompt_tokens)
         return " and ".join(names)
 
 
@@ -89,8 +97,26 @@ def bound(model: DecoderShape, step: Step, bandwidth: float, rate: float) -> Bou
 
 # two cores with AVX-512: as measured by bench.budget on one machine, bf16
 TWO_CORES = Hardware(16e9, 42e9, 913e9, 1983e9)
-LARGE = [Step(1, 1024), Step(32, 1024), Step(128, 1024), Step(256, 1024), Step(64, 6144), Step(192, 1024, 1856), Step(0, 0, 2048)]
-SMALL = [Step(1, 512), Step(8, 512), Step(32, 128), Step(32, 512), Step(64, 128), Step(64, 512), Step(64, 2048), Step(32, 512, 480), Step(0, 0, 512)]
+LARGE = [
+    Step(1, 1024),
+    Step(32, 1024),
+    Step(128, 1024),
+    Step(256, 1024),
+    Step(64, 6144),
+    Step(192, 1024, 1856),
+    Step(0, 0, 2048),
+]
+SMALL = [
+    Step(1, 512),
+    Step(8, 512),
+    Step(32, 128),
+    Step(32, 512),
+    Step(64, 128),
+    Step(64, 512),
+    Step(64, 2048),
+    Step(32, 512, 480),
+    Step(0, 0, 512),
+]
 
 
 def print_bounds() -> None:
@@ -104,7 +130,9 @@ def print_bounds() -> None:
         print(f"{'step':36}{'ms':>9}{'attention':>11}{'gain, at most':>15}{'cost, no overlap':>18}")
         for step in steps:
             found = bound(MODELS[model], step, bandwidth, rate)
-            print(f"{step.name:36}{found.seconds * 1000:9.2f}{found.attention:11.0%}{found.gain:15.1%}{found.cost:18.1%}")
+            print(
+                f"{step.name:36}{found.seconds * 1000:9.2f}{found.attention:11.0%}{found.gain:15.1%}{found.cost:18.1%}"
+            )
 
 
 def make_products(backend: Backend, shape: Shape, rows: int) -> Callable[[], None]:
@@ -114,7 +142,10 @@ def make_products(backend: Backend, shape: Shape, rows: int) -> Callable[[], Non
     sizes["output"] = shape.hidden_size, shape.num_heads * shape.head_dim
     copies = max(2, COPIES_BYTES // sum(2 * n * k for n, k in sizes.values()))
     inputs = {k: torch.randn(rows, k).bfloat16() for _, k in sizes.values()}
-    made = [[(backend.make_linear(Dense(torch.randn(n, k).bfloat16())), inputs[k]) for n, k in sizes.values()] for _ in range(min(8, copies))]
+    made = [
+        [(backend.make_linear(Dense(torch.randn(n, k).bfloat16())), inputs[k]) for n, k in sizes.values()]
+        for _ in range(min(8, copies))
+    ]
     turns = cycle(made)
 
     def multiply() -> None:
@@ -129,9 +160,14 @@ def make_attention(backend: Backend, shape: Shape, sequences: int, context: int)
     heads = Heads(shape.num_heads, shape.num_kv_heads, shape.head_dim)
     attend, blocks = backend.make_attention(heads), -(-context // BLOCK_SIZE)
     tables = [tuple(range(number * blocks, (number + 1) * blocks)) for number in range(sequences)]
-    slots = torch.tensor([table[(context - 1) // BLOCK_SIZE] * BLOCK_SIZE + (context - 1) % BLOCK_SIZE for table in tables])
+    slots = torch.tensor(
+        [table[(context - 1) // BLOCK_SIZE] * BLOCK_SIZE + (context - 1) % BLOCK_SIZE for table in tables]
+    )
     angles = torch.zeros(sequences, shape.head_dim // 2)
-    plan = attend.plan(AttentionInputs([1] * sequences, [context] * sequences, tables, slots, ((angles.cos(), angles.sin()),)), BLOCK_SIZE)
+    plan = attend.plan(
+        AttentionInputs([1] * sequences, [context] * sequences, tables, slots, ((angles.cos(), angles.sin()),)),
+        BLOCK_SIZE,
+    )
     qkv = torch.randn(sequences, (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim).bfloat16()
     num_bytes = 4 * sequences * context * shape.num_kv_heads * shape.head_dim
     turns = cycle([make_cache(backend, heads, blocks * sequences, 0) for _ in range(max(2, LAYERS_BYTES // num_bytes))])
@@ -153,10 +189,18 @@ def on_one_core(work: Callable[[], None], count: int, start: threading.Barrier) 
 
 
 def measure(shape: Shape, sequences: int, context: int, rounds: int) -> tuple[float, float, dict[str, float]]:
-    """Seconds of a layer with both cores on each kernel, and with a core for each kind of work; and of the parts on both and on one core."""
+    """Seconds of a layer with both cores on each kernel, and with a core for each kind of work; and
+    of the parts on both and on one core.
+    """
     backend, count = choose_backend(torch.bfloat16, torch.device("cpu")), 20
-    whole = {"products": make_products(backend, shape, sequences), "attention": make_attention(backend, shape, sequences, context)}
-    half = {"products": make_products(backend, shape, sequences // 2), "attention": make_attention(backend, shape, sequences // 2, context)}
+    whole = {
+        "products": make_products(backend, shape, sequences),
+        "attention": make_attention(backend, shape, sequences, context),
+    }
+    half = {
+        "products": make_products(backend, shape, sequences // 2),
+        "attention": make_attention(backend, shape, sequences // 2, context),
+    }
     in_turn, at_once = [], []
     parts: dict[str, list[float]] = {}
     for _ in range(rounds):
@@ -179,12 +223,18 @@ def measure(shape: Shape, sequences: int, context: int, rounds: int) -> tuple[fl
         at_once.append((time.perf_counter() - started) / count)
         for worker in workers:
             worker.join()
-    return statistics.median(in_turn), statistics.median(at_once), {name: statistics.median(values) for name, values in parts.items()}
+    return (
+        statistics.median(in_turn),
+        statistics.median(at_once),
+        {name: statistics.median(values) for name, values in parts.items()},
+    )
 
 
 def print_measured(name: str, cases: list[str], rounds: int) -> None:
     print(f"{name}, one layer in bf16, two cores; ms")
-    print(f"{'decodes':>10}{'products, 1':>13}{'2 cores':>9}{'attention, 1':>14}{'2 cores':>9}{'in turn':>9}{'halves at once':>16}{'gain':>8}")
+    print(
+        f"{'decodes':>10}{'products, 1':>13}{'2 cores':>9}{'attention, 1':>14}{'2 cores':>9}{'in turn':>9}{'halves at once':>16}{'gain':>8}"  # noqa: E501
+    )
     for case in cases:
         sequences, context = map(int, case.split("x"))
         with torch.inference_mode():
@@ -196,10 +246,20 @@ def print_measured(name: str, cases: list[str], rounds: int) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="The bound of overlapping attention with products, and with --measure an experiment.")
+    parser = argparse.ArgumentParser(
+        description="The bound of overlapping attention with products, and with --measure an experiment."
+    )
     parser.add_argument("--measure", action="store_true", help="run the native kernels on two cores; else only count")
-    parser.add_argument("--shape", choices=list(SHAPES), default="qwen2.5-0.5b", help="of --measure (default: %(default)s)")
-    parser.add_argument("--cases", nargs="+", default=["64x128", "64x512", "64x2048"], metavar="BxC", help="of --measure: sequences x context")
+    parser.add_argument(
+        "--shape", choices=list(SHAPES), default="qwen2.5-0.5b", help="of --measure (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--cases",
+        nargs="+",
+        default=["64x128", "64x512", "64x2048"],
+        metavar="BxC",
+        help="of --measure: sequences x context",
+    )
     parser.add_argument("--rounds", type=int, default=7, help="of --measure (default: %(default)s)")
     args = parser.parse_args()
     if args.measure:

@@ -1,19 +1,30 @@
-"""What does the pipeline cost? Output tokens/s at the HTTP client over those of the compute loop alone, and where the rest goes.
+"""What does the pipeline cost? Output tokens/s at the HTTP client over those of the compute loop
+alone, and where the rest goes.
 
-Method: a random model of a real shape in bfloat16 (or a checkpoint); 1, 8 and 64 streams at once, 128 tokens in, 128 out, greedy, eos ignored. `penstock up`
-and the loop alone (bench/loop.py: the same scheduler, runner and reduction, built from the same flags, in a process of its own) are loaded once
-and take turns: in each round and at each number of streams one runs right after the other (the pipeline's processes are stopped while the loop
-runs), the first in one round being the second in the next. Medians of the rounds count. Tokens are counted from the first submission to the
-last event (TTFT included) on both sides. Ceiling: 1.0, for the pipeline does the same steps; what is missing went into waiting, and into the work of
-gateway, sampler, Redis and client, who share the machine's cores with compute. The tokens themselves may differ between the two: they are timed,
+Method: a random model of a real shape in bfloat16 (or a checkpoint); 1, 8 and 64 streams at once,
+128 tokens in, 128 out, greedy, eos ignored. `penstock up`
+and the loop alone (bench/loop.py: the same scheduler, runner and reduction, built from the same
+flags, in a process of its own) are loaded once
+and take turns: in each round and at each number of streams one runs right after the other (the
+pipeline's processes are stopped while the loop
+runs), the first in one round being the second in the next. Medians of the rounds count. Tokens are
+counted from the first submission to the
+last event (TTFT included) on both sides. Ceiling: 1.0, for the pipeline does the same steps; what
+is missing went into waiting, and into the work of
+gateway, sampler, Redis and client, who share the machine's cores with compute. The tokens
+themselves may differ between the two: they are timed,
 not compared.
 
-CPU a token is what noise disturbs least: each process' own seconds. Of compute it is what its main thread takes beside the forward pass, and the loop
+CPU a token is what noise disturbs least: each process' own seconds. Of compute it is what its main
+thread takes beside the forward pass, and the loop
 does not.
 
-The parts of a step are compute's own meter, as /metrics shows it; "outside" is what of the client's time is no part of a step: the way to compute, and the
-way of the last tokens back. Redis counts commands, the commands inside scripts among them; its reads are what came to its sockets in one
-piece: about a round trip each. "Others" is how many cores whatever is none of this took meanwhile: a pair with more than a tenth is measured again,
+The parts of a step are compute's own meter, as /metrics shows it; "outside" is what of the client's
+time is no part of a step: the way to compute, and the
+way of the last tokens back. Redis counts commands, the commands inside scripts among them; its
+reads are what came to its sockets in one
+piece: about a round trip each. "Others" is how many cores whatever is none of this took meanwhile:
+a pair with more than a tenth is measured again,
 at most three times, and the quietest counts.
 
     python -m bench.pipeline --rounds 3
@@ -54,9 +65,11 @@ READY_S, REPORTED_S = 180.0, 20.0  # at most, until it is ready, and until compu
 REVIVED_S = 2.5  # after a stop: replicas report once a second, and gateways look once a second
 NOISE, MAX_ATTEMPTS = 0.1, 4  # cores that others may take while a pair is measured; beyond, it is measured again
 REDIS_COUNTS = {
-    "commands": "total_commands_processed", "reads": "total_reads_processed",
-    "bytes_in": "total_net_input_bytes", "bytes_out": "total_net_output_bytes",
-}  # fmt: skip
+    "commands": "total_commands_processed",
+    "reads": "total_reads_processed",
+    "bytes_in": "total_net_input_bytes",
+    "bytes_out": "total_net_output_bytes",
+}
 
 
 class Served:
@@ -66,9 +79,21 @@ class Served:
         self.model = model
         self.port = free_port()
         self.log = folder / "up.log"
-        command = [sys.executable, "-m", "services.operator.cli", "up", *flags, "--data-dir", str(folder / "data"), "--port", str(self.port)]
+        command = [
+            sys.executable,
+            "-m",
+            "services.operator.cli",
+            "up",
+            *flags,
+            "--data-dir",
+            str(folder / "data"),
+            "--port",
+            str(self.port),
+        ]
         with self.log.open("wb") as log:
-            self.process = subprocess.Popen(command, env={**os.environ, "PENSTOCK_LOG_LEVEL": "error"}, stdout=log, stderr=log)
+            self.process = subprocess.Popen(
+                command, env={**os.environ, "PENSTOCK_LOG_LEVEL": "error"}, stdout=log, stderr=log
+            )
         self.launcher, self.children = psutil.Process(self.process.pid), []
         try:
             self._wait_ready()
@@ -109,17 +134,30 @@ class Served:
             process.resume()
 
     def run(self, streams: int, num_out: int) -> dict[str, float]:
-        """Seconds, TTFT, cores that others took, and totals of the run: compute's steps and their parts, Redis' counts, CPU seconds by process."""
+        """Seconds, TTFT, cores that others took, and totals of the run: compute's steps and their
+        parts, Redis' counts, CPU seconds by process.
+        """
         before, busy, cpu = self._totals(), busy_seconds(), self._cpu_seconds()
         load = generate(self.port, self.model, prompts(streams, PROMPT_TOKENS), num_out)
-        busy, cpu = busy_seconds() - busy, {name: value - cpu[name] for name, value in self._cpu_seconds().items()} | {"cpu client": load.cpu}
+        busy, cpu = (
+            busy_seconds() - busy,
+            {name: value - cpu[name] for name, value in self._cpu_seconds().items()} | {"cpu client": load.cpu},
+        )
         deadline = time.monotonic() + REPORTED_S
         while (after := self._totals())["tokens"] < before["tokens"] + streams * num_out:
             if time.monotonic() > deadline:
-                raise SystemExit(f"compute has decided {after['tokens'] - before['tokens']:.0f} tokens of {streams * num_out}")
+                raise SystemExit(
+                    f"compute has decided {after['tokens'] - before['tokens']:.0f} tokens of {streams * num_out}"
+                )
             time.sleep(0.2)
         totals = {name: after[name] - before[name] for name in after}
-        return {"seconds": load.seconds, "ttft": load.ttft_s, "others": (busy - sum(cpu.values())) / load.seconds, **cpu, **totals}
+        return {
+            "seconds": load.seconds,
+            "ttft": load.ttft_s,
+            "others": (busy - sum(cpu.values())) / load.seconds,
+            **cpu,
+            **totals,
+        }
 
     def close(self) -> None:
         if self.process.poll() is None:
@@ -133,8 +171,13 @@ class Served:
     def _totals(self) -> dict[str, float]:
         counts = self.redis.info("stats")
         text = httpx.get(f"http://127.0.0.1:{self.port}/metrics", timeout=10, trust_env=False).text
-        totals: dict[str, float] = {part: metric(text, "penstock_step_seconds_total", f'part="{part}"') for part in STEP_PARTS}
-        totals |= {"steps": metric(text, "penstock_steps_total"), "tokens": metric(text, "penstock_computed_generation_tokens_total")}
+        totals: dict[str, float] = {
+            part: metric(text, "penstock_step_seconds_total", f'part="{part}"') for part in STEP_PARTS
+        }
+        totals |= {
+            "steps": metric(text, "penstock_steps_total"),
+            "tokens": metric(text, "penstock_computed_generation_tokens_total"),
+        }
         return totals | {f"redis {name}": float(counts[key]) for name, key in REDIS_COUNTS.items()}
 
     def _cpu_seconds(self) -> dict[str, float]:
@@ -200,7 +243,13 @@ def free_port() -> int:
 def cpu_seconds(process: psutil.Process) -> float:
     """That its threads had. To the nanosecond, where the kernel's own times have ticks of 10 ms."""
     try:
-        return sum(int(Path(f"/proc/{process.pid}/task/{thread.id}/schedstat").read_text().split()[0]) for thread in process.threads()) / 1e9
+        return (
+            sum(
+                int(Path(f"/proc/{process.pid}/task/{thread.id}/schedstat").read_text().split()[0])
+                for thread in process.threads()
+            )
+            / 1e9
+        )
     except (OSError, psutil.Error):  # the kernel keeps no such figures, or a thread has ended meanwhile
         return float(sum(process.cpu_times()[:2]))
 
@@ -229,11 +278,26 @@ def compare(alone: dict[str, float], served: dict[str, float], streams: int) -> 
         "steps": steps,
         "loop_steps": loop_steps,
     }
-    loop_parts = {"forward": alone["forward"], "reduce": alone["reduce"], "schedule": alone["seconds"] - alone["forward"] - alone["reduce"]}
-    served_parts = {part: served[part] for part in STEP_PARTS} | {"outside": served["seconds"] - sum(served[part] for part in STEP_PARTS)}
-    figures |= {f"loop_{part}_ms": seconds / loop_steps * 1e3 for part, seconds in (loop_parts | {"step": alone["seconds"]}).items()}
-    figures |= {f"{part}_ms": seconds / steps * 1e3 for part, seconds in (served_parts | {"step": served["seconds"]}).items()}
-    figures |= {f"{name.replace(' ', '_')}_ms": seconds / steps * 1e3 for name, seconds in served.items() if name.startswith("cpu ")}
+    loop_parts = {
+        "forward": alone["forward"],
+        "reduce": alone["reduce"],
+        "schedule": alone["seconds"] - alone["forward"] - alone["reduce"],
+    }
+    served_parts = {part: served[part] for part in STEP_PARTS} | {
+        "outside": served["seconds"] - sum(served[part] for part in STEP_PARTS)
+    }
+    figures |= {
+        f"loop_{part}_ms": seconds / loop_steps * 1e3
+        for part, seconds in (loop_parts | {"step": alone["seconds"]}).items()
+    }
+    figures |= {
+        f"{part}_ms": seconds / steps * 1e3 for part, seconds in (served_parts | {"step": served["seconds"]}).items()
+    }
+    figures |= {
+        f"{name.replace(' ', '_')}_ms": seconds / steps * 1e3
+        for name, seconds in served.items()
+        if name.startswith("cpu ")
+    }
     figures["cpu_loop_ms"] = alone["cpu"] / loop_steps * 1e3
     figures |= {
         f"{name.removeprefix('cpu ')}_us_a_token": seconds / tokens * 1e6
@@ -249,17 +313,31 @@ def compare(alone: dict[str, float], served: dict[str, float], streams: int) -> 
 
 
 def show(streams: int, figures: dict[str, float]) -> None:
-    rates = f"{figures['served_tokens_per_s']:.1f} tokens/s served, {figures['loop_tokens_per_s']:.1f} by the loop alone"
+    rates = (
+        f"{figures['served_tokens_per_s']:.1f} tokens/s served, {figures['loop_tokens_per_s']:.1f} by the loop alone"
+    )
     steps = f"{figures['steps']:.0f} steps, {figures['loop_steps']:.0f} of the loop"
-    print(f"\n{streams} streams: ratio {figures['ratio']:.3f} ({rates}); TTFT {figures['ttft_ms']:.0f} ms; {steps}; others {figures['others_cores']:.2f} cores")
+    print(
+        f"\n{streams} streams: ratio {figures['ratio']:.3f} ({rates}); TTFT {figures['ttft_ms']:.0f} ms; {steps}; "
+        f"others {figures['others_cores']:.2f} cores"
+    )
     print(f"{'ms a step':>12}{'loop':>10}{'served':>10}{'more':>10}")
     for part in (*STEP_PARTS, "outside", "step"):
         alone, served = figures.get(f"loop_{part}_ms", 0.0), figures[f"{part}_ms"]
         print(f"{part:>12}{alone:10.3f}{served:10.3f}{served - alone:+10.3f}")
-    print("CPU, ms a step: " + ", ".join(f"{name[4:-3]} {value:.2f}" for name, value in figures.items() if name.startswith("cpu_")))
-    print("CPU, us a token: " + ", ".join(f"{name[:-11]} {value:.1f}" for name, value in figures.items() if name.endswith("_us_a_token")))
+    print(
+        "CPU, ms a step: "
+        + ", ".join(f"{name[4:-3]} {value:.2f}" for name, value in figures.items() if name.startswith("cpu_"))
+    )
+    print(
+        "CPU, us a token: "
+        + ", ".join(f"{name[:-11]} {value:.1f}" for name, value in figures.items() if name.endswith("_us_a_token"))
+    )
     kilobytes = f"{figures['redis_bytes_in'] / 1e3:.1f} kB in, {figures['redis_bytes_out'] / 1e3:.1f} kB out"
-    print(f"Redis, a step: {figures['redis_commands']:.1f} commands in {figures['redis_reads']:.1f} reads, {kilobytes}", flush=True)
+    print(
+        f"Redis, a step: {figures['redis_commands']:.1f} commands in {figures['redis_reads']:.1f} reads, {kilobytes}",
+        flush=True,
+    )
 
 
 def measure(loop: Loop, served: Served, all_streams: list[int], rounds: int) -> dict[int, dict[str, float]]:
@@ -272,13 +350,24 @@ def measure(loop: Loop, served: Served, all_streams: list[int], rounds: int) -> 
             attempts: list[dict[str, float]] = []
             while not attempts or (attempts[-1]["others_cores"] > NOISE and len(attempts) < MAX_ATTEMPTS):
                 attempts.append(measure_pair(loop, served, streams, is_served_first=number % 2 == 1))
-                print(f"round {number + 1}, {streams} streams: ratio {attempts[-1]['ratio']:.3f}, others {attempts[-1]['others_cores']:.2f} cores", flush=True)
+                print(
+                    f"round {number + 1}, {streams} streams: ratio {attempts[-1]['ratio']:.3f}, others "
+                    f"{attempts[-1]['others_cores']:.2f} cores",
+                    flush=True,
+                )
             found[streams].append(min(attempts, key=lambda figures: figures["others_cores"]))
-    return {streams: {name: statistics.median(each[name] for each in some) for name in some[0]} for streams, some in found.items()}
+    return {
+        streams: {name: statistics.median(each[name] for each in some) for name in some[0]}
+        for streams, some in found.items()
+    }
 
 
-def compare_on(model: Path, flags: list[str], folder: Path, all_streams: list[int], rounds: int) -> tuple[int, dict[int, dict[str, float]]]:
-    """The loop's threads, and the median figures by the number of streams. flags: compute's, of both sides; folder: for logs and data."""
+def compare_on(
+    model: Path, flags: list[str], folder: Path, all_streams: list[int], rounds: int
+) -> tuple[int, dict[int, dict[str, float]]]:
+    """The loop's threads, and the median figures by the number of streams. flags: compute's, of
+    both sides; folder: for logs and data.
+    """
     flags = ["--model", str(model), "--dtype", "bfloat16", "--no-prefix-caching", "--speculate", "off", *flags]
     loop = Loop(flags, folder / "loop.log")
     try:
@@ -292,7 +381,9 @@ def compare_on(model: Path, flags: list[str], folder: Path, all_streams: list[in
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="The pipeline's cost: HTTP tokens/s over the compute loop's, and where the rest goes.")
+    parser = argparse.ArgumentParser(
+        description="The pipeline's cost: HTTP tokens/s over the compute loop's, and where the rest goes."
+    )
     parser.add_argument("--rounds", type=int, default=3, help="default: %(default)s")
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 8, 64])
     parser.add_argument("--shape", default="qwen2.5-0.5b", help="of a model that is made (default: %(default)s)")
@@ -303,7 +394,14 @@ def main() -> None:
     parser.add_argument("--run-ahead", type=int, help="of the pipeline's compute; by default the product's")
     args = parser.parse_args()
     with whole_machine(), model_folder(args.model, args.shape) as model, tempfile.TemporaryDirectory() as folder:
-        flags = ["--quantization", args.quantization, "--device", args.device, "--kv-cache-memory", args.kv_cache_memory]
+        flags = [
+            "--quantization",
+            args.quantization,
+            "--device",
+            args.device,
+            "--kv-cache-memory",
+            args.kv_cache_memory,
+        ]
         if args.run_ahead is not None:
             flags += ["--run-ahead", str(args.run_ahead)]
         num_threads, found = compare_on(model, flags, Path(folder), args.streams, args.rounds)
@@ -317,7 +415,9 @@ def main() -> None:
         "rounds": args.rounds,
         "threads": num_threads,
     }
-    rounded = {streams: {name: round(value, 4) for name, value in figures.items()} for streams, figures in found.items()}
+    rounded = {
+        streams: {name: round(value, 4) for name, value in figures.items()} for streams, figures in found.items()
+    }
     print(json.dumps(head | {"streams": rounded}))
 
 

@@ -1,8 +1,11 @@
-"""The waste of blocks: tokens of prompts that are computed again because a block that two texts share only in part is not found whole; and places in
+"""The waste of blocks: tokens of prompts that are computed again because a block that two texts
+share only in part is not found whole; and places in
 blocks that hold nothing.
 
-Method: no model. Conversations are played with the block manager alone: a system prompt of a few, and turns of random lengths, each with all before it; every
-prompt is looked up, and then counts as computed. Found are whole blocks (`whole`), or the block in which texts part up to there, too (`to the token`).
+Method: no model. Conversations are played with the block manager alone: a system prompt of a few,
+and turns of random lengths, each with all before it; every
+prompt is looked up, and then counts as computed. Found are whole blocks (`whole`), or the block in
+which texts part up to there, too (`to the token`).
 
     python -m bench.prefix [--conversations 200] [--turns 6]
 """
@@ -22,7 +25,9 @@ TURN_TOKENS, ANSWER_TOKENS = (10, 120), (20, 200)
 
 
 def play(size: int, args: argparse.Namespace) -> tuple[float, float, float]:
-    """The shares of prompts' tokens that are computed, with whole blocks and to the token; and the share of the held places that is empty, at the ends."""
+    """The shares of prompts' tokens that are computed, with whole blocks and to the token; and the
+    share of the held places that is empty, at the ends.
+    """
     rng = random.Random(args.seed)
     blocks = BlockManager(TOKENS // size, size)
     systems = [[rng.randrange(50_000) for _ in range(rng.randint(*SYSTEM_TOKENS))] for _ in range(SYSTEMS)]
@@ -31,7 +36,9 @@ def play(size: int, args: argparse.Namespace) -> tuple[float, float, float]:
         text = list(rng.choice(systems))
         for turn in range(args.turns):
             text += [rng.randrange(50_000) for _ in range(rng.randint(*TURN_TOKENS))]
-            sequence = Sequence(Request(number * args.turns + turn, "r", SamplingParams(max_tokens=1)), Tokens(list(text)))
+            sequence = Sequence(
+                Request(number * args.turns + turn, "r", SamplingParams(max_tokens=1)), Tokens(list(text))
+            )
             matched = blocks.match(sequence)
             part = blocks.match_end(sequence, matched)
             asked += len(text)

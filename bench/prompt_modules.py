@@ -1,13 +1,19 @@
-"""The worth of prompt modules, and what they cost: the time to the first token of prompts that are put together from known parts in new orders, beside the
+"""The worth of prompt modules, and what they cost: the time to the first token of prompts that are
+put together from known parts in new orders, beside the
 prefix cache alone; and how well a model reads texts that do not see each other.
 
-Method, time: `penstock up`. Prompts are --use of --modules texts of random numbers in random orders, and a question. Each prompt is asked as a whole, with
-the prefix cache, and with modules, whose texts have been used before; then once more under another salt, where nothing is cached: the answer must be the
+Method, time: `penstock up`. Prompts are --use of --modules texts of random numbers in random
+orders, and a question. Each prompt is asked as a whole, with
+the prefix cache, and with modules, whose texts have been used before; then once more under another
+salt, where nothing is cached: the answer must be the
 same. Medians count.
 
-Method, quality: the model alone, in this process. A prompt is --use docstrings of the standard library, each with a sentence that tells a number, and the
-beginning of one of these sentences: the perplexity of the number's tokens, and how often each is the likeliest. The same for the text that follows the last
-docstring's beginning. `whole`: one text, as usual; `modules`: at positions behind each other; `overlapping`: all at the same position; `none`: without them.
+Method, quality: the model alone, in this process. A prompt is --use docstrings of the standard
+library, each with a sentence that tells a number, and the
+beginning of one of these sentences: the perplexity of the number's tokens, and how often each is
+the likeliest. The same for the text that follows the last
+docstring's beginning. `whole`: one text, as usual; `modules`: at positions behind each other;
+`overlapping`: all at the same position; `none`: without them.
 
     python -m bench.prompt_modules --model FILE_OR_FOLDER [--words 120] [--rounds 10] [--trials 60]
 """
@@ -64,7 +70,9 @@ class Client:
         started_at = time.perf_counter()
         usage = self.post("/completions", body | {"max_tokens": 1, "temperature": 0})["usage"]
         seconds = time.perf_counter() - started_at
-        text = self.post("/completions", body | {"max_tokens": 16, "temperature": 0, "ignore_eos": True})["choices"][0]["text"]
+        text = self.post("/completions", body | {"max_tokens": 16, "temperature": 0, "ignore_eos": True})["choices"][0][
+            "text"
+        ]
         return seconds, text, usage["prompt_tokens"], usage["prompt_tokens_details"]["cached_tokens"]
 
 
@@ -76,7 +84,9 @@ def measure_time(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     try:
         client = Client(served.port)
         texts = {f"part{number}": words(args.words, number) + "\n" for number in range(args.modules)}
-        made = client.post("/prompt_modules", {"modules": [{"name": name, "text": text} for name, text in texts.items()]})
+        made = client.post(
+            "/prompt_modules", {"modules": [{"name": name, "text": text} for name, text in texts.items()]}
+        )
         for name in texts:
             client.ask({"prompt": "Begin.", "prompt_modules": {"id": made["id"], "use": [name]}})
         for number in range(args.rounds):
@@ -97,9 +107,16 @@ def measure_time(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
         served.close()
     medians = {name: statistics.median(each) for name, each in found.items()}
     for name, seconds in medians.items():
-        print(f"{name:24} {1000 * seconds:8.0f} ms   {statistics.mean(shares[name]):.3f} of {num_tokens} tokens found", flush=True)
+        print(
+            f"{name:24} {1000 * seconds:8.0f} ms   {statistics.mean(shares[name]):.3f} of {num_tokens} tokens found",
+            flush=True,
+        )
     print(f"modules: {medians['whole'] / medians['modules']:.1f} times faster than the prefix cache alone")
-    return {"seconds": medians, "found": {name: statistics.mean(each) for name, each in shares.items()}, "prompt_tokens": num_tokens}
+    return {
+        "seconds": medians,
+        "found": {name: statistics.mean(each) for name, each in shares.items()},
+        "prompt_tokens": num_tokens,
+    }
 
 
 class Reader:
@@ -109,13 +126,21 @@ class Reader:
         backend = choose_backend(torch.bfloat16, torch.device("cpu"))
         config = read_config(files.config)
         model = Decoder(config, load_weights(files.weights, config, backend), backend)
-        self.runner = ModelRunner(model, KVCache(config, backend, num_blocks=-(-max_tokens // BLOCK_SIZE), block_size=BLOCK_SIZE))
+        self.runner = ModelRunner(
+            model, KVCache(config, backend, num_blocks=-(-max_tokens // BLOCK_SIZE), block_size=BLOCK_SIZE)
+        )
 
     def logs(self, token_ids: Many[int], segments: tuple[Segment, ...], num_last: int) -> tuple[float, int]:
-        """The sum of the last tokens' log probabilities, and how many of them are the likeliest. segments: none: one text."""
+        """The sum of the last tokens' log probabilities, and how many of them are the likeliest.
+        segments: none: one text.
+        """
         layout = layout_of(segments, BLOCK_SIZE)
         slots = layout.pad(token_ids)
-        sequence = Sequence(Request(0, "", SamplingParams(), layout=layout), Tokens(slots), Kv(block_table=BlockTable(range(-(-len(slots) // BLOCK_SIZE)))))
+        sequence = Sequence(
+            Request(0, "", SamplingParams(), layout=layout),
+            Tokens(slots),
+            Kv(block_table=BlockTable(range(-(-len(slots) // BLOCK_SIZE)))),
+        )
         total, num_likeliest = 0.0, 0
         while sequence.num_uncomputed_tokens:
             row = advance(sequence, min(sequence.longest_chunk, CHUNK))
@@ -133,7 +158,9 @@ class Reader:
         return total, num_likeliest
 
 
-def prompts_of(way: str, texts: list[list[int]], last: list[int], trunk: list[int]) -> tuple[list[int], tuple[Segment, ...]]:
+def prompts_of(
+    way: str, texts: list[list[int]], last: list[int], trunk: list[int]
+) -> tuple[list[int], tuple[Segment, ...]]:
     """The tokens of a prompt whose parts are read in one of WAYS, and its segments."""
     if way in ("whole", "none"):
         return [*trunk, *(token_id for text in texts for token_id in text if way == "whole"), *last], ()
@@ -155,26 +182,41 @@ def measure_quality(args: argparse.Namespace) -> dict[str, Any]:
     reader, rng = Reader(files, (args.tokens + 64) * (args.use + 2)), random.Random(args.seed)
     sums = {kind: {way: [0.0, 0.0, 0.0] for way in WAYS} for kind in ("answers", "what follows")}
     for number in range(args.trials):
-        names, place = rng.sample(NAMES, args.use), number * args.use * args.tokens % (len(prose) - (args.use + 1) * args.tokens)
+        names, place = (
+            rng.sample(NAMES, args.use),
+            number * args.use * args.tokens % (len(prose) - (args.use + 1) * args.tokens),
+        )
         pieces = [prose[place + at * args.tokens : place + (at + 1) * args.tokens] for at in range(args.use + 1)]
         told, texts = {name: str(rng.randrange(1000, 10_000)) for name in names}, list[list[int]]()
         for name, piece in zip(names, pieces, strict=False):
             cut = rng.randrange(len(piece))
-            sentence = tokenizer.encode(f"\nThe secret number of {name} is {told[name]}.\n", add_special_tokens=False).ids
+            sentence = tokenizer.encode(
+                f"\nThe secret number of {name} is {told[name]}.\n", add_special_tokens=False
+            ).ids
             texts.append([*piece[:cut], *sentence, *piece[cut:]])
         asked = rng.choice(names)
         question = tokenizer.encode(f"\nThe secret number of {asked} is", add_special_tokens=False).ids
         whole = tokenizer.encode(f"\nThe secret number of {asked} is {told[asked]}", add_special_tokens=False).ids
-        tests = {"answers": (texts, whole, len(whole) - len(question)), "what follows": (pieces[: args.use], pieces[args.use], args.tokens - 1)}
+        tests = {
+            "answers": (texts, whole, len(whole) - len(question)),
+            "what follows": (pieces[: args.use], pieces[args.use], args.tokens - 1),
+        }
         for kind, (parts, last, num_last) in tests.items():
             for way in WAYS:
                 total, num_likeliest = reader.logs(*prompts_of(way, parts, last, trunk), num_last)
-                sums[kind][way] = [sums[kind][way][0] + total, sums[kind][way][1] + num_likeliest, sums[kind][way][2] + num_last]
+                sums[kind][way] = [
+                    sums[kind][way][0] + total,
+                    sums[kind][way][1] + num_likeliest,
+                    sums[kind][way][2] + num_last,
+                ]
     found: dict[str, Any] = {}
     for kind, ways in sums.items():
         for way, (logs, right, count) in ways.items():
             found[f"{kind}, {way}"] = {"perplexity": math.exp(-logs / count), "likeliest": right / count}
-            print(f"{kind:13} {way:12} perplexity {math.exp(-logs / count):8.2f}   likeliest {right / count:.3f}", flush=True)
+            print(
+                f"{kind:13} {way:12} perplexity {math.exp(-logs / count):8.2f}   likeliest {right / count:.3f}",
+                flush=True,
+            )
     return found
 
 
@@ -183,9 +225,13 @@ def main() -> None:
     parser.add_argument("--model", required=True)
     parser.add_argument("--modules", type=int, default=10, help="that there are (default: %(default)s)")
     parser.add_argument("--use", type=int, default=5, help="of them in a prompt (default: %(default)s)")
-    parser.add_argument("--words", type=int, default=120, help="of a module, of some 3.3 tokens each (default: %(default)s)")
+    parser.add_argument(
+        "--words", type=int, default=120, help="of a module, of some 3.3 tokens each (default: %(default)s)"
+    )
     parser.add_argument("--rounds", type=int, default=10)
-    parser.add_argument("--trials", type=int, default=60, help="prompts whose answers are looked at (default: %(default)s)")
+    parser.add_argument(
+        "--trials", type=int, default=60, help="prompts whose answers are looked at (default: %(default)s)"
+    )
     parser.add_argument("--tokens", type=int, default=200, help="of a docstring there (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()

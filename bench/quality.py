@@ -1,9 +1,14 @@
-"""What does quantization cost in quality? Perplexity and agreement of a model in each mode, and the error of number formats on what its layers see.
+"""What does quantization cost in quality? Perplexity and agreement of a model in each mode, and the
+error of number formats on what its layers see.
 
-Method: the docstrings of Python's standard library, in an order that mixes modules but is always the same (of one Python version), in windows, each
-token given those before it in its window. Agreement is how often the likeliest next token is bfloat16's, KL the distance from bfloat16's distribution.
-Checkpoints of `penstock quantize` can be measured beside the modes. Format errors are relative, mean square, median over the model's layers: of INT8
-and FP8 (e4m3) by row on the inputs that each kind of layer has on this text, in float32, and of their weights by output column.
+Method: the docstrings of Python's standard library, in an order that mixes modules but is always
+the same (of one Python version), in windows, each
+token given those before it in its window. Agreement is how often the likeliest next token is
+bfloat16's, KL the distance from bfloat16's distribution.
+Checkpoints of `penstock quantize` can be measured beside the modes. Format errors are relative,
+mean square, median over the model's layers: of INT8
+and FP8 (e4m3) by row on the inputs that each kind of layer has on this text, in float32, and of
+their weights by output column.
 
     python -m bench.quality [--model smollm2-135m] [--quantized FOLDER ...] [--tokens 3584]
 """
@@ -77,7 +82,9 @@ class Quality:
 
 
 def docstrings() -> str:
-    """The docstrings of the standard library's modules that lie beside each other, long enough to be prose, each once, in the order of their hashes."""
+    """The docstrings of the standard library's modules that lie beside each other, long enough to
+    be prose, each once, in the order of their hashes.
+    """
     found = set()
     for file in Path(sysconfig.get_path("stdlib")).glob("*.py"):
         for node in ast.walk(ast.parse(file.read_bytes())):
@@ -117,7 +124,9 @@ def measure(files: ModelFiles, mode: Mode, windows: torch.Tensor, reference: lis
     return Quality(math.exp(loss / count), agreeing / count, divergence / count)
 
 
-def compare_modes(files: ModelFiles, modes: list[Mode], quantized: list[Path], windows: torch.Tensor) -> dict[str, Quality]:
+def compare_modes(
+    files: ModelFiles, modes: list[Mode], quantized: list[Path], windows: torch.Tensor
+) -> dict[str, Quality]:
     print(f"\n{windows[:, 1:].numel()} tokens\n{'':40}{'perplexity':>12}{'':>10}{'agreement':>12}{'KL, nats':>10}")
     reference: list[torch.Tensor] = []
     found: dict[str, Quality] = {}
@@ -127,7 +136,10 @@ def compare_modes(files: ModelFiles, modes: list[Mode], quantized: list[Path], w
     for of, mode in candidates:
         quality = found[mode.name] = measure(of, mode, windows, reference)
         cost = quality.perplexity / found["bf16"].perplexity - 1
-        print(f"{mode.name:40}{quality.perplexity:12.3f}{cost:+10.2%}{quality.agreement:12.2%}{quality.divergence:10.5f}", flush=True)
+        print(
+            f"{mode.name:40}{quality.perplexity:12.3f}{cost:+10.2%}{quality.agreement:12.2%}{quality.divergence:10.5f}",
+            flush=True,
+        )
     return found
 
 
@@ -140,12 +152,16 @@ def observed_layers(files: ModelFiles, windows: torch.Tensor) -> dict[str, list[
     by_kind: dict[str, list[ObservedLinear]] = {kind: [] for kind in ("qkv", "output", "gate and up", "down")}
     for layer in weights.layers:
         assert isinstance(layer.mlp, TorchMlp)
-        parts = [observe(each, windows.numel()) for each in (layer.qkv, layer.output, layer.mlp.gate_up, layer.mlp.down)]
+        parts = [
+            observe(each, windows.numel()) for each in (layer.qkv, layer.output, layer.mlp.gate_up, layer.mlp.down)
+        ]
         for kind, part in zip(by_kind.values(), parts, strict=True):
             kind.append(part)
         layers.append(replace(layer, qkv=parts[0], output=parts[1], mlp=TorchMlp(*parts[2:])))
     head = observe(weights.lm_head, windows.numel())
-    model = Decoder(config, ModelWeights(embedding=weights.embedding, layers=layers, norm=weights.norm, lm_head=head), backend)
+    model = Decoder(
+        config, ModelWeights(embedding=weights.embedding, layers=layers, norm=weights.norm, lm_head=head), backend
+    )
     for _ in next_token_logs(model, windows):
         pass
     return by_kind | {"LM head": [head]}
@@ -168,14 +184,22 @@ def error(found: torch.Tensor, exact: torch.Tensor) -> float:
 
 def compare_formats(files: ModelFiles, windows: torch.Tensor) -> dict[str, dict[str, float]]:
     """FP8's error over INT8's, by kind of layer, of inputs and of weights: the median over layers."""
-    print(f"\n{'mean square error':20}" + "".join(f"{title:>16}" for title in ("inputs, INT8", "FP8", "ratio", "weights, INT8", "FP8", "ratio")))
+    print(
+        f"\n{'mean square error':20}"
+        + "".join(f"{title:>16}" for title in ("inputs, INT8", "FP8", "ratio", "weights, INT8", "FP8", "ratio"))
+    )
     ratios = {}
     for kind, layers in observed_layers(files, windows).items():
-        errors = [[error(round_to(part), part) for part in (layer.rows, layer.weight) for round_to in (int8, fp8)] for layer in layers]
+        errors = [
+            [error(round_to(part), part) for part in (layer.rows, layer.weight) for round_to in (int8, fp8)]
+            for layer in layers
+        ]
         inputs, weights = ([statistics.median(row[place + 1] / row[place] for row in errors)] for place in (0, 2))
         middle = [statistics.median(column) for column in zip(*errors, strict=True)]
         ratios[kind] = {"inputs": inputs[0], "weights": weights[0]}
-        print(f"{kind:20}{middle[0]:16.2e}{middle[1]:16.2e}{inputs[0]:16.2f}{middle[2]:16.2e}{middle[3]:16.2e}{weights[0]:16.2f}")
+        print(
+            f"{kind:20}{middle[0]:16.2e}{middle[1]:16.2e}{inputs[0]:16.2f}{middle[2]:16.2e}{middle[3]:16.2e}{weights[0]:16.2f}"
+        )
     return ratios
 
 
@@ -186,17 +210,35 @@ def choose_model(name: str | None) -> ModelFiles:
     try:
         return open_model(DEFAULT_MODEL)
     except StartupError:
-        print(f"{DEFAULT_MODEL} is not here (penstock pull {DEFAULT_MODEL} brings it): the demo model, which knows no prose, stands in for it")
+        print(
+            f"{DEFAULT_MODEL} is not here (penstock pull {DEFAULT_MODEL} brings it): the demo model, which knows no "
+            "prose, stands in for it"
+        )
         return open_model("demo")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Perplexity, agreement and number formats' errors.")
-    parser.add_argument("--model", help=f"a checkpoint folder, a GGUF file or a model's name (default: {DEFAULT_MODEL} if it is there, else the demo)")
-    parser.add_argument("--quantized", type=Path, nargs="*", default=[], help="checkpoints of the same model, of penstock quantize")
-    parser.add_argument("--only", nargs="*", choices=[mode.name for mode in MODES], help="these modes, and bf16 (default: all)")
+    parser.add_argument(
+        "--model",
+        help=(
+            f"a checkpoint folder, a GGUF file or a model's name (default: {DEFAULT_MODEL} if it is there, else the "
+            "demo)"
+        ),
+    )
+    parser.add_argument(
+        "--quantized", type=Path, nargs="*", default=[], help="checkpoints of the same model, of penstock quantize"
+    )
+    parser.add_argument(
+        "--only", nargs="*", choices=[mode.name for mode in MODES], help="these modes, and bf16 (default: all)"
+    )
     parser.add_argument("--tokens", type=int, default=3584, help="of prose (default: %(default)s)")
-    parser.add_argument("--format-tokens", type=int, default=1024, help="on which formats are compared; 0: they are not (default: %(default)s)")
+    parser.add_argument(
+        "--format-tokens",
+        type=int,
+        default=1024,
+        help="on which formats are compared; 0: they are not (default: %(default)s)",
+    )
     args = parser.parse_args()
     files = choose_model(args.model)
     tokenizer = Tokenizer.from_file(str(files.folder / "tokenizer.json"))
@@ -211,7 +253,9 @@ def main() -> None:
         qualities = compare_modes(files, modes, args.quantized, windows)
         ratios = compare_formats(files, windows[: args.format_tokens // WINDOW]) if args.format_tokens >= WINDOW else {}
     measured = {name: asdict(quality) for name, quality in qualities.items()}
-    print(json.dumps({"model": files.name, "tokens": windows[:, 1:].numel(), "modes": measured, "fp8_over_int8": ratios}))
+    print(
+        json.dumps({"model": files.name, "tokens": windows[:, 1:].numel(), "modes": measured, "fp8_over_int8": ratios})
+    )
 
 
 if __name__ == "__main__":

@@ -1,11 +1,17 @@
-"""What do ranks cost on one host? Decode and prefill of one process of two threads, beside groups of two ranks of one thread each: ranks that divide every
-layer and share memory, the same over gloo (as between hosts), two stages, and a rank that keeps half of each layer for the other, which has both threads.
+"""What do ranks cost on one host? Decode and prefill of one process of two threads, beside groups
+of two ranks of one thread each: ranks that divide every
+layer and share memory, the same over gloo (as between hosts), two stages, and a rank that keeps
+half of each layer for the other, which has both threads.
 
-Method: each way is a process of its own with its group, which loads once, waits, and measures a case when it is told to; ways take turns within a round, so
-that what else the machine does meets all. Medians of the ratios within a round count. Decode is 128 in and 64 out, prefill 512 tokens at once. Memory is what
-each process holds of its own after loading (its proportional share of what is mapped by several), and loading is from start to ready.
+Method: each way is a process of its own with its group, which loads once, waits, and measures a
+case when it is told to; ways take turns within a round, so
+that what else the machine does meets all. Medians of the ratios within a round count. Decode is 128
+in and 64 out, prefill 512 tokens at once. Memory is what
+each process holds of its own after loading (its proportional share of what is mapped by several),
+and loading is from start to ready.
 
-    python -m bench.ranks --shape smollm2-135m [--model FOLDER] [--quantization none] [--rounds 5] [--ways threads ranks gloo stages]
+    python -m bench.ranks --shape smollm2-135m [--model FOLDER] [--quantization none] [--rounds 5]
+    [--ways threads ranks gloo stages]
 """
 
 import argparse
@@ -24,7 +30,8 @@ from bench.model import Engine, load_engine
 from bench.model_folder import model_folder
 from services.compute.ranks.group.ends import open_group
 from shared.model.files import open_model
-from shared.process.settings import ComputeSettings, environment_of
+from shared.process.settings import ComputeSettings
+from shared.process.stage_settings import environment_of
 
 MASTER = "127.0.0.1:29471"
 WAYS: dict[str, dict[str, Any]] = {
@@ -34,15 +41,26 @@ WAYS: dict[str, dict[str, Any]] = {
     "stages": {"pipeline_parallel_size": 2, "num_threads": 1},
     "sharded": {"tensor_parallel_size": 2, "shard_weights": True, "num_threads": 2},
 }
-CASES = {"decode of 1": (1, 128, 64), "decode of 8": (8, 128, 64), "decode of 32": (32, 128, 64), "prefill": (1, 512, 1)}
+CASES = {
+    "decode of 1": (1, 128, 64),
+    "decode of 8": (8, 128, 64),
+    "decode of 32": (32, 128, 64),
+    "prefill": (1, 512, 1),
+}
 
 
 def serve(way: str, model: Path, quantization: str) -> None:
     """Load, and measure the cases that are named on the standard input, a line each; answers are lines of JSON."""
     settings = ComputeSettings(
-        model=str(model), dtype="bfloat16", quantization=quantization, prefix_caching=False, kv_cache_memory="1GiB", max_batched_tokens=1024, speculate="off",
+        model=str(model),
+        dtype="bfloat16",
+        quantization=quantization,
+        prefix_caching=False,
+        kv_cache_memory="1GiB",
+        max_batched_tokens=1024,
+        speculate="off",
         **WAYS[way],
-    )  # fmt: skip
+    )
     files, started = open_model(str(model), weights=True), time.perf_counter()
     with ExitStack() as stack:
         group = open_group(settings)
@@ -66,15 +84,33 @@ class Way:
     """A process that measures, and the ranks beside it."""
 
     def __init__(self, name: str, model: Path, quantization: str) -> None:
-        command = [sys.executable, "-m", "bench.ranks", "--serve", name, "--model", str(model), "--quantization", quantization]
+        command = [
+            sys.executable,
+            "-m",
+            "bench.ranks",
+            "--serve",
+            name,
+            "--model",
+            str(model),
+            "--quantization",
+            quantization,
+        ]
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         self.others: list[subprocess.Popen[bytes]] = []
         if "master" in WAYS[name]:
             settings = ComputeSettings(
-                model=str(model), dtype="bfloat16", quantization=quantization, prefix_caching=False, kv_cache_memory="1GiB", max_batched_tokens=1024,
-                speculate="off", **WAYS[name] | {"rank": 1},
-            )  # fmt: skip
-            self.others.append(subprocess.Popen([sys.executable, "-m", "services.compute"], env=environment_of(settings)))
+                model=str(model),
+                dtype="bfloat16",
+                quantization=quantization,
+                prefix_caching=False,
+                kv_cache_memory="1GiB",
+                max_batched_tokens=1024,
+                speculate="off",
+                **WAYS[name] | {"rank": 1},
+            )
+            self.others.append(
+                subprocess.Popen([sys.executable, "-m", "services.compute"], env=environment_of(settings))
+            )
         self.loading_s = self.answer()
 
     def answer(self) -> float:
@@ -124,8 +160,15 @@ def main() -> None:
                     rates[name].append(way.measure(case))
         first = args.ways[0]
         for case, rates in found.items():
-            ratios = {name: statistics.median(one / other for one, other in zip(rates[name], rates[first], strict=True)) for name in ways}
-            print(f"{case}: " + ", ".join(f"{name} {statistics.median(rates[name]):.1f} ({ratios[name]:.2f})" for name in ways), flush=True)
+            ratios = {
+                name: statistics.median(one / other for one, other in zip(rates[name], rates[first], strict=True))
+                for name in ways
+            }
+            print(
+                f"{case}: "
+                + ", ".join(f"{name} {statistics.median(rates[name]):.1f} ({ratios[name]:.2f})" for name in ways),
+                flush=True,
+            )
         for way in ways.values():
             way.close()
 

@@ -1,8 +1,11 @@
 """What does candidate reduction cost, and what share of a step is it? Batch 32, vocabulary 151,936.
 
-Method: `reduce` for four kinds of requests, on logits like a trained model's (token probabilities by Zipf's law with exponent 1.5), on broad
-ones (normal, spread 3) and on flat ones, as of random weights (spread 0.3); the median of --rounds. The step is a forward pass of 32
-sequences with 128 tokens each of a made model of shape qwen2.5-0.5b, in bfloat16, measured in turns with the reductions. The floor is
+Method: `reduce` for four kinds of requests, on logits like a trained model's (token probabilities
+by Zipf's law with exponent 1.5), on broad
+ones (normal, spread 3) and on flat ones, as of random weights (spread 0.3); the median of --rounds.
+The step is a forward pass of 32
+sequences with 128 tokens each of a made model of shape qwen2.5-0.5b, in bfloat16, measured in turns
+with the reductions. The floor is
 reading the logits once, 19.4 MB.
 
     python -m bench.reduction [--model FOLDER]
@@ -69,14 +72,18 @@ def make_logits() -> dict[str, torch.Tensor]:
 
 
 def make_engine(model: Path) -> Engine:
-    settings = ComputeSettings(model=str(model), dtype="bfloat16", kv_cache_memory="512MiB", max_batched_tokens=BATCH * 128)
+    settings = ComputeSettings(
+        model=str(model), dtype="bfloat16", kv_cache_memory="512MiB", max_batched_tokens=BATCH * 128
+    )
     return build_engine(settings, open_model(str(model), weights=True))
 
 
 def make_step(engine: Engine) -> Callable[[], object]:
     """A decode step of BATCH sequences with 128 tokens each."""
     for number in range(BATCH):
-        engine.scheduler.add(Sequence(Request(number, str(number), SamplingParams(max_tokens=20)), Tokens([number] * 127, 127)))
+        engine.scheduler.add(
+            Sequence(Request(number, str(number), SamplingParams(max_tokens=20)), Tokens([number] * 127, 127))
+        )
 
     def prefill(batch: ScheduledBatch, sampled: list[Sequence]) -> list[int]:
         engine.runner.forward(batch)

@@ -1,10 +1,13 @@
-"""Does a server give the same text to the same request, alone, among others, and when it is started in another way? For any server with OpenAI's API.
+"""Does a server give the same text to the same request, alone, among others, and when it is started
+in another way? For any server with OpenAI's API.
 
-Method: each server is started, asked for each text alone, then for all at once, and stopped, one server after the other. Greedy decoding; what is compared is
+Method: each server is started, asked for each text alone, then for all at once, and stopped, one
+server after the other. Greedy decoding; what is compared is
 text. All are compared with the first server's texts alone.
 
     python -m bench.same_text --model NAME --url http://127.0.0.1:8123/v1 \\
-      --server "one process" "penstock up --model M --port 8123" --server "two ranks" "penstock up --model M --port 8123 --tensor-parallel-size 2"
+      --server "one process" "penstock up --model M --port 8123" --server "two ranks" "penstock up
+      --model M --port 8123 --tensor-parallel-size 2"
 """
 
 import argparse
@@ -24,11 +27,16 @@ READY_S, ANSWER_S, STOP_S = 600.0, 600.0, 60.0
 PROMPTS = [
     f"{start} and so it went on:"
     for start in (
-        "The ship left the harbour at dawn", "In the year 1903 a letter came to Vienna", "The recipe for the bread of the mountains is simple",
-        "A computer has a memory and a processor", "My grandmother told me about the long winter", "The law of the sea says who may fish",
-        "Three friends opened a shop in the old town", "The storm took the roof of the school",
+        "The ship left the harbour at dawn",
+        "In the year 1903 a letter came to Vienna",
+        "The recipe for the bread of the mountains is simple",
+        "A computer has a memory and a processor",
+        "My grandmother told me about the long winter",
+        "The law of the sea says who may fish",
+        "Three friends opened a shop in the old town",
+        "The storm took the roof of the school",
     )
-]  # fmt: skip
+]
 
 
 class Server:
@@ -86,7 +94,9 @@ def texts_of(server: Server, num_tokens: int) -> dict[str, tuple[list[str], floa
 def main() -> None:
     parser = argparse.ArgumentParser(description="The same request, in several ways: the same text?")
     parser.add_argument("--model", required=True, help="as the servers call it")
-    parser.add_argument("--url", default="http://127.0.0.1:8000/v1", help="of each server in its turn (default: %(default)s)")
+    parser.add_argument(
+        "--url", default="http://127.0.0.1:8000/v1", help="of each server in its turn (default: %(default)s)"
+    )
     parser.add_argument("--tokens", type=int, default=128, help="of each text (default: %(default)s)")
     parser.add_argument("--server", nargs=2, action="append", required=True, metavar=("NAME", "COMMAND"))
     args = parser.parse_args()
@@ -98,7 +108,9 @@ def main() -> None:
         finally:
             server.stop()
         first = found["alone"][0] if first is None else first
-        same = {how: sum(one == other for one, other in zip(texts, first, strict=True)) for how, (texts, _) in found.items()}
+        same = {
+            how: sum(one == other for one, other in zip(texts, first, strict=True)) for how, (texts, _) in found.items()
+        }
         told = ", ".join(f"{how} {same[how]} ({rate:.1f} tokens/s)" for how, (_, rate) in found.items())
         print(f"{name}: of {len(PROMPTS)} texts the same: {told}", flush=True)
 

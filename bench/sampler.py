@@ -1,7 +1,9 @@
 """What does a step cost the sampler? Microseconds per sequence per step, at batch 256.
 
-Method: a real SamplerService and a real Redis (the embedded one, on a Unix socket). Each step is answered as in production: decode,
-draw, detokenize, and one script that writes 256 logs, the gateway's events and the decisions. Greedy and random rows. What a step is made of is
+Method: a real SamplerService and a real Redis (the embedded one, on a Unix socket). Each step is
+answered as in production: decode,
+draw, detokenize, and one script that writes 256 logs, the gateway's events and the decisions.
+Greedy and random rows. What a step is made of is
 timed from outside: `write` is the script and its round trip, the rest is the draw, the text and the encoding of events.
 
     python -m bench.sampler
@@ -28,15 +30,33 @@ from shared.wire.stage import Stage
 
 
 def make_step(batch: int, step: int, count: int, params: SamplingParams, rng: "np.random.Generator") -> bytes:
-    intros = tuple(SequenceIntro(row, f"bench.{row}", "gateway-bench", params, (1,), 10, np.array([40], np.int32)) for row in range(batch)) if step == 1 else ()
+    intros = (
+        tuple(
+            SequenceIntro(row, f"bench.{row}", "gateway-bench", params, (1,), 10, np.array([40], np.int32))
+            for row in range(batch)
+        )
+        if step == 1
+        else ()
+    )
     logits = -np.sort(-rng.normal(size=(batch, count)).astype(np.float32) * 3, axis=1)
     return encode(
         StepCandidates(
-            "compute-bench", step, intros, np.zeros(0, np.int32), np.arange(batch, dtype=np.int32), np.full(batch, step, np.int32),
-            np.full(batch, count, np.int32), rng.integers(260, 2048, batch * count).astype(np.int32), logits.ravel(), np.zeros(batch, np.float32),
-            np.full(batch, count, np.int32), np.zeros(batch), np.full(batch, -1, np.int32), np.zeros(batch, np.float32),
+            "compute-bench",
+            step,
+            intros,
+            np.zeros(0, np.int32),
+            np.arange(batch, dtype=np.int32),
+            np.full(batch, step, np.int32),
+            np.full(batch, count, np.int32),
+            rng.integers(260, 2048, batch * count).astype(np.int32),
+            logits.ravel(),
+            np.zeros(batch, np.float32),
+            np.full(batch, count, np.int32),
+            np.zeros(batch),
+            np.full(batch, -1, np.int32),
+            np.zeros(batch, np.float32),
         )
-    )  # fmt: skip
+    )
 
 
 def main() -> None:
@@ -49,7 +69,10 @@ def main() -> None:
         server = start_server(Path(folder))
         url = f"unix://{socket_path(Path(folder))}"
         try:
-            for name, count, params in (("greedy", 1, SamplingParams(max_tokens=999, temperature=0.0)), ("random", 64, SamplingParams(max_tokens=999))):
+            for name, count, params in (
+                ("greedy", 1, SamplingParams(max_tokens=999, temperature=0.0)),
+                ("random", 64, SamplingParams(max_tokens=999)),
+            ):
                 settings = SamplerSettings(redis_url=url)
                 stage = Stage("sampler", settings, model="bench")
                 stage.transport.wait_until_up(10)

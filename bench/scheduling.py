@@ -1,13 +1,18 @@
 """What do the merge step, paging, prediction, prefix caching and chunks bring? And what does a step cost the scheduler?
 
-Method: the same trace through the same Scheduler, once with the policy and once without, all requests there at once unless said
-otherwise. By simulation at the size of Llama 2 7B (multi-head attention: 512 KiB of KV a token) and Llama 3 8B (grouped-query: 128 KiB)
-on an 80 GB A100 by its roofline; with --real by running a model on this CPU with a KV cache of 512 blocks, where the clock moves by the
-measured seconds of each forward pass and reduction, and lengths are divided by --shorten. Static batching and separate steps are
+Method: the same trace through the same Scheduler, once with the policy and once without, all
+requests there at once unless said
+otherwise. By simulation at the size of Llama 2 7B (multi-head attention: 512 KiB of KV a token) and
+Llama 3 8B (grouped-query: 128 KiB)
+on an 80 GB A100 by its roofline; with --real by running a model on this CPU with a KV cache of 512
+blocks, where the clock moves by the
+measured seconds of each forward pass and reduction, and lengths are divided by --shorten. Static
+batching and separate steps are
 subclasses here: the product has neither.
 
     python -m bench.scheduling                                   # simulated, a synthetic trace
-    python -m bench.scheduling --trace chats.json --real demo    # ShareGPT's lengths, and the demo model on this CPU as well
+    python -m bench.scheduling --trace chats.json --real demo    # ShareGPT's lengths, and the demo
+    model on this CPU as well
 """
 
 import argparse
@@ -82,17 +87,31 @@ class Machine:
     max_num_seqs: int
     max_batched_tokens: int
 
-    def run(self, policy: Policy, requests: list[TraceRequest], *, prefix_caching: bool = False, **limits: float | None) -> ReplayResult:
+    def run(
+        self, policy: Policy, requests: list[TraceRequest], *, prefix_caching: bool = False, **limits: float | None
+    ) -> ReplayResult:
         blocks = BlockManager(self.num_blocks, BLOCK_SIZE, prefix_caching=prefix_caching)
         options = {"max_num_seqs": self.max_num_seqs, "max_batched_tokens": self.max_batched_tokens, **limits}
         scheduler = policy.scheduler(blocks, make_admission(policy.admission, blocks), **options)  # type: ignore[arg-type]
-        return replay(scheduler, requests, lambda batch: self.step_seconds(batch, scheduler), max_total_tokens=policy.max_total_tokens)
+        return replay(
+            scheduler,
+            requests,
+            lambda batch: self.step_seconds(batch, scheduler),
+            max_total_tokens=policy.max_total_tokens,
+        )
 
 
 def simulated(model: str) -> Machine:
     shape, hardware = MODELS[model], HARDWARE["a100-80g"]
     cost = Roofline(shape, hardware)
-    return Machine(f"{model}, A100 80 GB, simulated", lambda batch, _: cost.seconds(Work.of(batch)), kv_tokens(shape, hardware) // 16, 4096, 256, 2048)
+    return Machine(
+        f"{model}, A100 80 GB, simulated",
+        lambda batch, _: cost.seconds(Work.of(batch)),
+        kv_tokens(shape, hardware) // 16,
+        4096,
+        256,
+        2048,
+    )
 
 
 def real(model: str) -> tuple[Machine, Machine]:
@@ -138,29 +157,44 @@ def compare_policies(machine: Machine, requests: list[TraceRequest], rounds: int
         first = first or result.qps
         tpot = percentiles(each.tpot * 1000 for each in result.timelines)
         seqs = result.num_sequence_steps / result.num_steps
-        print(f"{policy.name:24}{result.qps:8.2f}{result.qps / first:9.2f}x{seqs:6.0f}{result.num_preemptions:11}{tpot[0]:10.1f}{tpot[2]:9.1f}")
+        print(
+            f"{policy.name:24}{result.qps:8.2f}{result.qps / first:9.2f}x{seqs:6.0f}{result.num_preemptions:11}{tpot[0]:10.1f}{tpot[2]:9.1f}"  # noqa: E501
+        )
 
 
 def shorten(request: TraceRequest, factor: int) -> TraceRequest:
-    return replace(request, num_prompt_tokens=-(-request.num_prompt_tokens // factor), num_output_tokens=-(-request.num_output_tokens // factor))
+    return replace(
+        request,
+        num_prompt_tokens=-(-request.num_prompt_tokens // factor),
+        num_output_tokens=-(-request.num_output_tokens // factor),
+    )
 
 
 def fit(request: TraceRequest, longest: int) -> TraceRequest:
     """The request, cut to what the model takes."""
     prompt = min(request.num_prompt_tokens, longest // 2)
-    return replace(request, num_prompt_tokens=prompt, num_output_tokens=min(request.num_output_tokens, longest - prompt))
+    return replace(
+        request, num_prompt_tokens=prompt, num_output_tokens=min(request.num_output_tokens, longest - prompt)
+    )
 
 
-def compare_prefix_caching(machine: Machine, requests: list[TraceRequest], rate: float, shared: int, rounds: int) -> None:
+def compare_prefix_caching(
+    machine: Machine, requests: list[TraceRequest], rate: float, shared: int, rounds: int
+) -> None:
     """A system prompt of `shared` tokens before every question."""
     longest = machine.longest
     short = [fit(request, (longest - shared) // 2) for request in requests]
-    with_system = [replace(each, num_prompt_tokens=each.num_prompt_tokens + shared, num_shared_tokens=shared) for each in short]
+    with_system = [
+        replace(each, num_prompt_tokens=each.num_prompt_tokens + shared, num_shared_tokens=shared) for each in short
+    ]
     arriving = with_rate(with_system, rate)
     print(f"\n{machine.name}: a shared system prompt of {shared} tokens, {rate:g} requests/s")
     for name, caching in (("without", False), ("with", True)):
         medians = [
-            percentiles(t.ttft * 1000 for t in machine.run(Policy("", max_total_tokens=longest), arriving, prefix_caching=caching).timelines)
+            percentiles(
+                t.ttft * 1000
+                for t in machine.run(Policy("", max_total_tokens=longest), arriving, prefix_caching=caching).timelines
+            )
             for _ in range(rounds)
         ]
         ttft = [statistics.median(values) for values in zip(*medians, strict=True)]
@@ -174,7 +208,9 @@ def compare_chunks(machine: Machine, long_prompt: int, streams: int, rounds: int
     quiet = machine.run(Policy("", max_total_tokens=None), alone)
     usual_ms, length = quiet.itl(50) * 1000, quiet.seconds
     prompts = [TraceRequest(long_prompt, 2, length * at) for at in (0.2, 0.35, 0.5, 0.65)]
-    print(f"\n{machine.name}: {streams} streams of {usual_ms:.1f} ms a token, four prompts of {long_prompt} tokens arrive")
+    print(
+        f"\n{machine.name}: {streams} streams of {usual_ms:.1f} ms a token, four prompts of {long_prompt} tokens arrive"
+    )
     whole = max(long_prompt, machine.max_batched_tokens) + streams
     cases: list[tuple[str, dict[str, float | None]]] = [
         ("whole prompts", {"max_batched_tokens": whole}),
@@ -188,7 +224,9 @@ def compare_chunks(machine: Machine, long_prompt: int, streams: int, rounds: int
             result = machine.run(Policy("", max_total_tokens=None), alone + prompts, **limits)  # type: ignore[arg-type]
             worst.append(result.itl(100) * 1000)
             p99.append(result.itl(99) * 1000)
-            ttft.append(max(each.ttft for each in result.timelines if each.request.num_prompt_tokens == long_prompt) * 1000)
+            ttft.append(
+                max(each.ttft for each in result.timelines if each.request.num_prompt_tokens == long_prompt) * 1000
+            )
         itl = f"ITL p99 {statistics.median(p99):7.1f} ms, worst {statistics.median(worst):7.1f}"
         print(f"{name:>16}: {itl}; TTFT of the last long prompt {statistics.median(ttft):7.0f}")
 
@@ -205,10 +243,14 @@ def measure_overhead() -> None:
 
 def step_microseconds(running: int, *, churn: bool) -> float:
     blocks = BlockManager(running * 80, BLOCK_SIZE)
-    scheduler = Scheduler(blocks, make_admission("predicted", blocks), max_num_seqs=running, max_batched_tokens=running + 2048)
+    scheduler = Scheduler(
+        blocks, make_admission("predicted", blocks), max_num_seqs=running, max_batched_tokens=running + 2048
+    )
     params = SamplingParams(max_tokens=1000)
     for number in range(running + 400):
-        scheduler.add(Sequence(Request(number, str(number), params, arrived_at=float(number)), Tokens([number] * 100, 100)))
+        scheduler.add(
+            Sequence(Request(number, str(number), params, arrived_at=float(number)), Tokens([number] * 100, 100))
+        )
     seconds = []
     for _ in range(300):
         started = time.perf_counter()
@@ -223,11 +265,22 @@ def step_microseconds(running: int, *, churn: bool) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="The scheduler's policies against each other, and its overhead.")
-    parser.add_argument("--trace", default="synthetic", help="synthetic, or a file of requests as for penstock simulate (default: %(default)s)")
+    parser.add_argument(
+        "--trace",
+        default="synthetic",
+        help="synthetic, or a file of requests as for penstock simulate (default: %(default)s)",
+    )
     parser.add_argument("--num-requests", type=int, help="default: all of a file, 1000 synthetic ones; 128 really")
     parser.add_argument("--real", metavar="MODEL", help="also run a model on this CPU, some minutes: demo, or a folder")
-    parser.add_argument("--shorten", type=int, default=1, help="divide the lengths of what really runs (default: %(default)s)")
-    parser.add_argument("--rounds", type=int, default=3, help="runs of each real case, of which the median counts (default: %(default)s)")
+    parser.add_argument(
+        "--shorten", type=int, default=1, help="divide the lengths of what really runs (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--rounds",
+        type=int,
+        default=3,
+        help="runs of each real case, of which the median counts (default: %(default)s)",
+    )
     args = parser.parse_args()
     requests = load_trace(args.trace, args.num_requests)
     for model in ("llama-2-7b", "llama-3-8b"):

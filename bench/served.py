@@ -1,9 +1,14 @@
-"""How fast is a server? Any with OpenAI's completions: requests/s, TTFT, TPOT, ITL, errors; and does the crowd change what it answers?
+"""How fast is a server? Any with OpenAI's completions: requests/s, TTFT, TPOT, ITL, errors; and
+does the crowd change what it answers?
 
-Method: N requests of English prose (Python's own reference manual, cut at a different place for each request), greedy, end tokens ignored, streamed,
-each on a connection of its own; all at once, or at random times with a rate (a Poisson process). What comes is kept with its time and read when all
-is over. TTFT: from sending to the first text. ITL: between two pieces of text of a stream; servers may put several tokens into one, so look at
-TPOT, the time per token after the first, beside it. Tokens are counted by the server's own usage. Servers are compared in turns, in one run of
+Method: N requests of English prose (Python's own reference manual, cut at a different place for
+each request), greedy, end tokens ignored, streamed,
+each on a connection of its own; all at once, or at random times with a rate (a Poisson process).
+What comes is kept with its time and read when all
+is over. TTFT: from sending to the first text. ITL: between two pieces of text of a stream; servers
+may put several tokens into one, so look at
+TPOT, the time per token after the first, beside it. Tokens are counted by the server's own usage.
+Servers are compared in turns, in one run of
 the machine: this program measures one of them once.
 
 With --invariance every request is sent again alone, and the texts that differ from those in the crowd are counted.
@@ -53,7 +58,11 @@ class Answer:
     @property
     def tpot_s(self) -> float:
         """Per token after the first; not a number with fewer than two."""
-        return (self.times[-1] - self.times[0]) / (self.num_output_tokens - 1) if self.num_output_tokens > 1 and self.times else math.nan
+        return (
+            (self.times[-1] - self.times[0]) / (self.num_output_tokens - 1)
+            if self.num_output_tokens > 1 and self.times
+            else math.nan
+        )
 
 
 def lengths_of(source: str, count: int, seed: int) -> list[TraceRequest]:
@@ -61,14 +70,22 @@ def lengths_of(source: str, count: int, seed: int) -> list[TraceRequest]:
     if source != "crowd":
         return load_trace(source, count, seed=seed)
     rng = np.random.default_rng(seed)
-    return [TraceRequest(int(rng.integers(*CROWD[0], endpoint=True)), int(rng.integers(*CROWD[1], endpoint=True))) for _ in range(count)]
+    return [
+        TraceRequest(int(rng.integers(*CROWD[0], endpoint=True)), int(rng.integers(*CROWD[1], endpoint=True)))
+        for _ in range(count)
+    ]
 
 
 def prose(requests: list[TraceRequest]) -> list[str]:
     """A prompt for each request, of about its length; no two begin alike."""
     words = re.findall(r"\S+\s*", " ".join(topics[name] for name in sorted(topics)))
-    starts = np.linspace(0, len(words) - max(request.num_prompt_tokens for request in requests), len(requests), dtype=int)
-    return ["".join(words[at : at + max(1, int(request.num_prompt_tokens * WORDS_PER_TOKEN))]) for at, request in zip(starts, requests, strict=True)]
+    starts = np.linspace(
+        0, len(words) - max(request.num_prompt_tokens for request in requests), len(requests), dtype=int
+    )
+    return [
+        "".join(words[at : at + max(1, int(request.num_prompt_tokens * WORDS_PER_TOKEN))])
+        for at, request in zip(starts, requests, strict=True)
+    ]
 
 
 def first_model(url: str) -> str:
@@ -77,7 +94,9 @@ def first_model(url: str) -> str:
 
 
 def server_of(url: str, model: str | None) -> tuple[str, str]:
-    """The server's address, without /v1, and the model to ask: its first, unless one is named. Raises SystemExit if it lists none."""
+    """The server's address, without /v1, and the model to ask: its first, unless one is named.
+    Raises SystemExit if it lists none.
+    """
     url = url.rstrip("/").removesuffix("/v1")
     try:
         return url, model or first_model(url)
@@ -90,12 +109,19 @@ async def ask(url: str, model: str, prompt: str, request: TraceRequest) -> Answe
     await asyncio.sleep(request.arrived_at)
     parts = urlsplit(url)
     body = {
-        "model": model, "prompt": prompt, "max_tokens": request.num_output_tokens, "temperature": 0, "ignore_eos": True, "stream": True,
+        "model": model,
+        "prompt": prompt,
+        "max_tokens": request.num_output_tokens,
+        "temperature": 0,
+        "ignore_eos": True,
+        "stream": True,
         "stream_options": {"include_usage": True},
-    }  # fmt: skip
+    }
     try:
         packed = post(parts.netloc, parts.path.rstrip("/") + "/v1/completions", body)
-        connection, stream = await asyncio.get_running_loop().create_connection(lambda: Stream(packed), parts.hostname or "localhost", parts.port or 80)
+        connection, stream = await asyncio.get_running_loop().create_connection(
+            lambda: Stream(packed), parts.hostname or "localhost", parts.port or 80
+        )
     except OSError as error:
         return Answer("", str(error), 0, 0, [], 0.0)
     try:
@@ -135,7 +161,14 @@ def read(stream: Stream) -> Answer:
         if chunk.get("choices") and chunk["choices"][0].get("text"):
             text.append(chunk["choices"][0]["text"])
             times.append(at - stream.sent_at)
-    return Answer("".join(text), error, usage.get("prompt_tokens", 0), usage.get("completion_tokens", 0), times, at - stream.sent_at)
+    return Answer(
+        "".join(text),
+        error,
+        usage.get("prompt_tokens", 0),
+        usage.get("completion_tokens", 0),
+        times,
+        at - stream.sent_at,
+    )
 
 
 def lines_of(stream: Stream, start: int, *, is_chunked: bool) -> Iterator[tuple[float, bytes]]:
@@ -159,7 +192,9 @@ def pieces_of(received: bytes, at: int) -> Iterator[tuple[int, bytes]]:
         at = end + 2 + size + 2
 
 
-async def ask_all(url: str, model: str, prompts: list[str], requests: list[TraceRequest], *, at_once: int) -> list[Answer]:
+async def ask_all(
+    url: str, model: str, prompts: list[str], requests: list[TraceRequest], *, at_once: int
+) -> list[Answer]:
     """at_once: how many may be under way."""
     places = asyncio.Semaphore(at_once)
 
@@ -177,14 +212,26 @@ def summarize(answers: list[Answer], requests: list[TraceRequest]) -> dict[str, 
     if not good:
         return figures
     seconds = max(request.arrived_at + answer.ended_at for answer, request in zip(answers, requests, strict=True))
-    prompt_tokens, output_tokens = (sum(getattr(answer, name) for answer in good) for name in ("num_prompt_tokens", "num_output_tokens"))
-    figures |= {"seconds": seconds, "requests_per_s": len(good) / seconds, "output_tokens_per_s": output_tokens / seconds}
+    prompt_tokens, output_tokens = (
+        sum(getattr(answer, name) for answer in good) for name in ("num_prompt_tokens", "num_output_tokens")
+    )
+    figures |= {
+        "seconds": seconds,
+        "requests_per_s": len(good) / seconds,
+        "output_tokens_per_s": output_tokens / seconds,
+    }
     figures |= {"prompt_tokens": prompt_tokens, "output_tokens": output_tokens}
     itl = [late - early for answer in good for early, late in zip(answer.times, answer.times[1:], strict=False)]
-    times = {"ttft": [answer.times[0] for answer in good], "tpot": [answer.tpot_s for answer in good if answer.tpot_s >= 0], "itl": itl}
+    times = {
+        "ttft": [answer.times[0] for answer in good],
+        "tpot": [answer.tpot_s for answer in good if answer.tpot_s >= 0],
+        "itl": itl,
+    }
     for name, values in times.items():
         if values:
-            figures |= {f"{name}_{share}_ms": float(np.percentile(values, int(share[1:]))) * 1e3 for share in ("p50", "p99")}
+            figures |= {
+                f"{name}_{share}_ms": float(np.percentile(values, int(share[1:]))) * 1e3 for share in ("p50", "p99")
+            }
             figures[f"{name}_mean_ms"] = statistics.fmean(values) * 1e3
     return figures
 
@@ -200,7 +247,9 @@ def plot(answers: list[Answer], file: Path) -> None:
     for answer in answers:
         lines.plot(answer.times, range(1, len(answer.times) + 1), linewidth=0.7)
     lines.set(xlabel="seconds since it was sent", ylabel="pieces of text")
-    itl = [1e3 * (late - early) for answer in answers for early, late in zip(answer.times, answer.times[1:], strict=False)]
+    itl = [
+        1e3 * (late - early) for answer in answers for early, late in zip(answer.times, answer.times[1:], strict=False)
+    ]
     bars.hist(itl, bins=80, log=True)
     bars.set(xlabel="ITL, ms", ylabel="count")
     figure.tight_layout()
@@ -210,9 +259,16 @@ def plot(answers: list[Answer], file: Path) -> None:
 def show(figures: dict[str, float]) -> None:
     print(f"{figures['requests']:.0f} requests, {figures['errors']:.0f} errors")
     if "seconds" in figures:
-        print(f"{figures['requests_per_s']:.2f} requests/s, {figures['output_tokens_per_s']:.1f} output tokens/s in {figures['seconds']:.1f} s")
+        print(
+            f"{figures['requests_per_s']:.2f} requests/s, {figures['output_tokens_per_s']:.1f} output tokens/s in "
+            f"{figures['seconds']:.1f} s"
+        )
         for name in ("ttft", "tpot", "itl"):
-            shown = [f"{kind} {figures[f'{name}_{kind}_ms']:9.1f} ms" for kind in ("p50", "p99", "mean") if f"{name}_{kind}_ms" in figures]
+            shown = [
+                f"{kind} {figures[f'{name}_{kind}_ms']:9.1f} ms"
+                for kind in ("p50", "p99", "mean")
+                if f"{name}_{kind}_ms" in figures
+            ]
             print(f"{name.upper():5}{'   '.join(shown)}")
 
 
@@ -223,11 +279,18 @@ def main() -> None:
     parser.add_argument("--num-requests", type=int, default=64)
     parser.add_argument("--rate", type=float, help="requests/s, at random times; by default all at once")
     parser.add_argument(
-        "--lengths", default="crowd", help="crowd (100 to 900 tokens in, 30 to 130 out), synthetic (chat turns), or a trace file (default: %(default)s)"
+        "--lengths",
+        default="crowd",
+        help=(
+            "crowd (100 to 900 tokens in, 30 to 130 out), synthetic (chat turns), or a trace file (default: "
+            "%(default)s)"
+        ),
     )
     parser.add_argument("--warm", type=int, default=4, help="requests before the measurement (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--invariance", action="store_true", help="send each again, alone, and count the texts that differ")
+    parser.add_argument(
+        "--invariance", action="store_true", help="send each again, alone, and count the texts that differ"
+    )
     parser.add_argument("--plot", type=Path, help="a picture's file")
     args = parser.parse_args()
     url, model = server_of(args.url, args.model)
@@ -246,9 +309,18 @@ def main() -> None:
         if args.invariance:
             unhurried = [TraceRequest(request.num_prompt_tokens, request.num_output_tokens) for request in requests]
             alone = runner.run(ask_all(url, model, prompts, unhurried, at_once=1))
-            pairs = [(one.text, other.text) for one, other in zip(answers, alone, strict=True) if not one.error and not other.error]
-            figures["texts_compared"], figures["texts_that_differ"] = len(pairs), sum(one != other for one, other in pairs)
-            print(f"{figures['texts_that_differ']:.0f} of {len(pairs)} texts differ from those of the same requests alone")
+            pairs = [
+                (one.text, other.text)
+                for one, other in zip(answers, alone, strict=True)
+                if not one.error and not other.error
+            ]
+            figures["texts_compared"], figures["texts_that_differ"] = (
+                len(pairs),
+                sum(one != other for one, other in pairs),
+            )
+            print(
+                f"{figures['texts_that_differ']:.0f} of {len(pairs)} texts differ from those of the same requests alone"
+            )
     if args.plot:
         plot(answers, args.plot)
     described = {"url": url, "model": model, "lengths": args.lengths, "rate": args.rate, "seed": args.seed}

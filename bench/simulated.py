@@ -1,9 +1,13 @@
 """How far is `penstock simulate` from the machine that it runs on?
 
-Method: the same requests go through the same Scheduler with a clock that moves by what each step takes. It is measured (each forward pass and reduction
-of a real model on this CPU), or simulated twice: by the roofline of this machine, whose data sheet is what plain reading and a loop of dot products
-reach in the same round (bench.budget), with the shares of `penstock simulate`; and by the cost that the scheduler learned from the measured steps, as
---hardware takes it from a server's /metrics. Steps of one kind alone are compared first. Nothing else runs: no pipeline, no Redis. Each round measures
+Method: the same requests go through the same Scheduler with a clock that moves by what each step
+takes. It is measured (each forward pass and reduction
+of a real model on this CPU), or simulated twice: by the roofline of this machine, whose data sheet
+is what plain reading and a loop of dot products
+reach in the same round (bench.budget), with the shares of `penstock simulate`; and by the cost that
+the scheduler learned from the measured steps, as
+--hardware takes it from a server's /metrics. Steps of one kind alone are compared first. Nothing
+else runs: no pipeline, no Redis. Each round measures
 all of it; the table has the medians of the rounds, and of the simulated figures over the measured ones.
 
     python -m bench.simulated --shape smollm2-135m --quantization w8a8 --rounds 3
@@ -41,7 +45,12 @@ from shared.process.settings import ComputeSettings
 BLOCK_SIZE, LONGEST = 16, 1024
 NUM_STEPS = 12  # of each kind
 FIGURES = ("requests/s", "TTFT p50, s", "TPOT p50, ms", "TPOT p99, ms")
-KINDS = {"1 x 256": (256, 1), "16 x 128": (128, 16), "16 x 512": (512, 16), "prefill of 512": (512, 0)}  # tokens of context, sequences that decode; 0: a prompt
+KINDS = {
+    "1 x 256": (256, 1),
+    "16 x 128": (128, 16),
+    "16 x 512": (512, 16),
+    "prefill of 512": (512, 0),
+}  # tokens of context, sequences that decode; 0: a prompt
 
 
 @dataclass(frozen=True)
@@ -63,11 +72,17 @@ def step_of(engine: Engine) -> Callable[[ScheduledBatch, Scheduler], float]:
     return seconds
 
 
-def run(requests: list[TraceRequest], sizes: Sizes, step_seconds: Callable[[ScheduledBatch, Scheduler], float]) -> tuple[ReplayResult, Scheduler]:
+def run(
+    requests: list[TraceRequest], sizes: Sizes, step_seconds: Callable[[ScheduledBatch, Scheduler], float]
+) -> tuple[ReplayResult, Scheduler]:
     blocks = BlockManager(sizes.num_blocks, BLOCK_SIZE, prefix_caching=False)
     admission = make_admission("predicted", blocks)
-    scheduler = Scheduler(blocks, admission, max_num_seqs=sizes.max_num_seqs, max_batched_tokens=sizes.max_batched_tokens)
-    return replay(scheduler, requests, lambda batch: step_seconds(batch, scheduler), max_total_tokens=LONGEST), scheduler
+    scheduler = Scheduler(
+        blocks, admission, max_num_seqs=sizes.max_num_seqs, max_batched_tokens=sizes.max_batched_tokens
+    )
+    return replay(
+        scheduler, requests, lambda batch: step_seconds(batch, scheduler), max_total_tokens=LONGEST
+    ), scheduler
 
 
 def by(cost: Cost) -> Callable[[ScheduledBatch, Scheduler], float]:
@@ -90,7 +105,9 @@ def kind_seconds(kind: str, sizes: Sizes, step_seconds: Callable[[ScheduledBatch
             found.append(seconds)
         return seconds
 
-    num_output = NUM_STEPS + 2 + count * context // (sizes.max_batched_tokens // 2)  # the first ones still run when the last one begins
+    num_output = (
+        NUM_STEPS + 2 + count * context // (sizes.max_batched_tokens // 2)
+    )  # the first ones still run when the last one begins
     requests = [TraceRequest(context, num_output)] * count if count else [TraceRequest(context, 1)] * NUM_STEPS
     run(requests, replace(sizes, max_num_seqs=count or 1), measured)
     return statistics.median(found)
@@ -105,16 +122,23 @@ def this_machine(bandwidth: float, rates: dict[str, float]) -> Hardware:
 
 def compare(model: Path, quantization: str, requests: list[TraceRequest], sizes: Sizes, rounds: int) -> None:
     settings = ComputeSettings(
-        model=str(model), dtype="bfloat16", quantization=quantization, prefix_caching=False,
-        max_batched_tokens=max(sizes.max_batched_tokens, 512), kv_cache_memory="1GiB",
-    )  # fmt: skip
+        model=str(model),
+        dtype="bfloat16",
+        quantization=quantization,
+        prefix_caching=False,
+        max_batched_tokens=max(sizes.max_batched_tokens, 512),
+        kv_cache_memory="1GiB",
+    )
     try:
         engine = build_engine(settings, open_model(str(model), weights=True))
     except StartupError as error:
         raise SystemExit(str(error)) from None
     decoder = engine.runner.model
     if not isinstance(decoder, Decoder) or decoder.stack is None:
-        raise SystemExit("this model's layers are not native ones, or have experts: penstock build-kernels compiles what native ones need")
+        raise SystemExit(
+            "this model's layers are not native ones, or have experts: penstock build-kernels compiles what native "
+            "ones need"
+        )
     sizes = replace(sizes, num_blocks=min(sizes.num_blocks, engine.runner.kv_cache.num_blocks))
     measured = step_of(engine)
     rows: dict[str, list[tuple[float, ...]]] = {}
@@ -126,7 +150,9 @@ def compare(model: Path, quantization: str, requests: list[TraceRequest], sizes:
         rounded = ", ".join(f"{name} {rate / 1e9:,.0f} GOP/s" for name, rate in rates.items())
         print(f"{torch.get_num_threads()} threads; reading {bandwidth / 1e9:.1f} GB/s; {rounded}", flush=True)
         for kind in KINDS:
-            steps.setdefault(kind, []).append((kind_seconds(kind, sizes, measured), kind_seconds(kind, sizes, by(roofline))))
+            steps.setdefault(kind, []).append(
+                (kind_seconds(kind, sizes, measured), kind_seconds(kind, sizes, by(roofline)))
+            )
         real, scheduler = run(requests, sizes, measured)
         learned = scheduler.step_cost.cost
         assert learned is not None, "too few steps"
@@ -144,7 +170,9 @@ def compare(model: Path, quantization: str, requests: list[TraceRequest], sizes:
     for name, values in rows.items():
         cells = []
         for number in range(len(FIGURES)):
-            ratio = statistics.median(each[number] / real_each[number] for each, real_each in zip(values, rows["measured"], strict=True))
+            ratio = statistics.median(
+                each[number] / real_each[number] for each, real_each in zip(values, rows["measured"], strict=True)
+            )
             cells.append(f"{statistics.median(each[number] for each in values):.2f} ({ratio:.2f})")
         print(f"{name:26}" + "".join(f"{cell:>22}" for cell in cells))
 
@@ -154,7 +182,9 @@ def main() -> None:
     parser.add_argument("--shape", default="smollm2-135m", help="of a model that is made (default: %(default)s)")
     parser.add_argument("--model", type=Path, help="a folder to use instead")
     parser.add_argument("--quantization", choices=("none", "w8a8"), default="w8a8", help="default: %(default)s")
-    parser.add_argument("--num-requests", type=int, default=64, help="of the synthetic trace, all there at once (default: %(default)s)")
+    parser.add_argument(
+        "--num-requests", type=int, default=64, help="of the synthetic trace, all there at once (default: %(default)s)"
+    )
     parser.add_argument("--max-num-seqs", type=int, default=32, help="default: %(default)s")
     parser.add_argument("--max-batched-tokens", type=int, default=512, help="default: %(default)s")
     parser.add_argument("--rounds", type=int, default=3, help="default: %(default)s")
@@ -162,12 +192,20 @@ def main() -> None:
     if args.max_batched_tokens < 512:
         parser.error(f"--max-batched-tokens: a prompt of 512 is one step here, got {args.max_batched_tokens}")
     requests = [
-        replace(each, num_prompt_tokens=min(each.num_prompt_tokens, LONGEST // 2), num_output_tokens=min(each.num_output_tokens, LONGEST // 2))
+        replace(
+            each,
+            num_prompt_tokens=min(each.num_prompt_tokens, LONGEST // 2),
+            num_output_tokens=min(each.num_output_tokens, LONGEST // 2),
+        )
         for each in load_trace("synthetic", args.num_requests)
     ]
     with model_folder(args.model, args.shape) as model:
         compare(
-            model, args.quantization, requests, Sizes(args.num_requests, args.max_num_seqs, args.max_batched_tokens, 64 * LONGEST // BLOCK_SIZE), args.rounds
+            model,
+            args.quantization,
+            requests,
+            Sizes(args.num_requests, args.max_num_seqs, args.max_batched_tokens, 64 * LONGEST // BLOCK_SIZE),
+            args.rounds,
         )
 
 

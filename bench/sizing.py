@@ -1,13 +1,20 @@
-"""What do one Redis, one gateway, one tokenizer and one sampler carry? CPU a token and a request of each, and how many a deployment needs.
+"""What do one Redis, one gateway, one tokenizer and one sampler carry? CPU a token and a request of
+each, and how many a deployment needs.
 
-Method: a real Redis (the embedded one, with its log on disk), a real gateway, tokenizer and sampler, each one process, and HTTP streams of plain
-sockets. Compute is bench/empty_compute.py: the protocol without a model, so the other stages are what limits. Each process' CPU seconds come from the
-kernel's own clocks, which other programs disturb least. Requests of one token say what a request costs; streams of many tokens, less that, say what a
-token costs. Commands and bytes are Redis' own counts. Where other programs take more than a tenth of a core, a run is made again, at most three times, and the
+Method: a real Redis (the embedded one, with its log on disk), a real gateway, tokenizer and
+sampler, each one process, and HTTP streams of plain
+sockets. Compute is bench/empty_compute.py: the protocol without a model, so the other stages are
+what limits. Each process' CPU seconds come from the
+kernel's own clocks, which other programs disturb least. Requests of one token say what a request
+costs; streams of many tokens, less that, say what a
+token costs. Commands and bytes are Redis' own counts. Where other programs take more than a tenth
+of a core, a run is made again, at most three times, and the
 quietest counts; then the median of the rounds.
 
-A process has one thread that works, so it carries at most 1 / (its CPU seconds a token) on one core. All processes, compute and client share the cores
-here, so the tokens/s that are seen are those of the machine. With several Redis ("cells", each with stages and streams of its own) they can't be more:
+A process has one thread that works, so it carries at most 1 / (its CPU seconds a token) on one
+core. All processes, compute and client share the cores
+here, so the tokens/s that are seen are those of the machine. With several Redis ("cells", each with
+stages and streams of its own) they can't be more:
 what is seen is whether a token costs the same.
 
     python -m bench.sizing --streams 16 64 256 --rounds 3
@@ -43,7 +50,12 @@ from services.operator.redis_server import socket_path, start_server
 from shared.model.files import DEMO_MODEL
 from shared.wire.streams import LOG_TTL_S
 
-STAGES = {"sampler": "services.sampler", "tokenizer": "services.tokenizer", "gateway": "services.gateway", "compute": "bench.empty_compute"}
+STAGES = {
+    "sampler": "services.sampler",
+    "tokenizer": "services.tokenizer",
+    "gateway": "services.gateway",
+    "compute": "bench.empty_compute",
+}
 CARRIERS = ("gateway", "tokenizer", "sampler", "redis")  # of which a deployment has one or several
 CONTEXT = 131_072  # tokens that the model is said to take: nothing computes them
 READY_S, SETTLED_S = 60.0, 1.5  # at most, until it is ready; until the stages have trimmed their streams
@@ -64,14 +76,23 @@ class Cell:
         url = f"unix://{socket_path(folder)}"
         self.processes = {"redis": start_server(folder)}
         environment = {
-            **os.environ, "PENSTOCK_REDIS_URL": url, "PENSTOCK_MODEL": str(model), "PENSTOCK_PORT": str(self.port), "PENSTOCK_LOG_LEVEL": "warning",
-            "PENSTOCK_FILES_URL": str(folder / "files"), "PENSTOCK_PUBLISH_INTERVAL_MS": str(publish_interval_ms), "OMP_NUM_THREADS": "1",
-            "OPENBLAS_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false",
-        }  # fmt: skip
+            **os.environ,
+            "PENSTOCK_REDIS_URL": url,
+            "PENSTOCK_MODEL": str(model),
+            "PENSTOCK_PORT": str(self.port),
+            "PENSTOCK_LOG_LEVEL": "warning",
+            "PENSTOCK_FILES_URL": str(folder / "files"),
+            "PENSTOCK_PUBLISH_INTERVAL_MS": str(publish_interval_ms),
+            "OMP_NUM_THREADS": "1",
+            "OPENBLAS_NUM_THREADS": "1",
+            "TOKENIZERS_PARALLELISM": "false",
+        }
         self.log = folder / "stages.log"
         with self.log.open("wb") as log:
             for name, program in STAGES.items():
-                self.processes[name] = subprocess.Popen([sys.executable, "-m", program], env=environment, stdout=log, stderr=log)
+                self.processes[name] = subprocess.Popen(
+                    [sys.executable, "-m", program], env=environment, stdout=log, stderr=log
+                )
         self.redis = redis.Redis.from_url(url)
         try:
             self._wait_ready()
@@ -126,7 +147,9 @@ class Run:
         return {name: value / self.num_requests for name, value in self.costs.items()}
 
     def per_token(self, request: Costs) -> Costs:
-        """The costs of a token after its request's first. request: those of one of these requests with its first token."""
+        """The costs of a token after its request's first. request: those of one of these requests
+        with its first token.
+        """
         later = self.num_tokens - self.num_requests
         return {name: max(0.0, value - self.num_requests * request[name]) / later for name, value in self.costs.items()}
 
@@ -146,7 +169,13 @@ def measure(cells: list[Cell], requests: list[bytes], num_tokens: int, at_once: 
     costs = {name: value - before[name] for name, value in after.items()} | {"client": load.cpu}
     others = (busy - sum(costs[name] for name in (*STAGES, "redis", "client"))) / load.seconds
     time.sleep(SETTLED_S)
-    return Run(len(requests), len(requests) * num_tokens, load.seconds, others, costs | {"memory": sum(cell.memory() for cell in cells) - memory})
+    return Run(
+        len(requests),
+        len(requests) * num_tokens,
+        load.seconds,
+        others,
+        costs | {"memory": sum(cell.memory() for cell in cells) - memory},
+    )
 
 
 def sum_of(found: list[Costs]) -> Costs:
@@ -161,7 +190,9 @@ def quietest(cells: list[Cell], make: Callable[[], list[bytes]], num_tokens: int
         run = runs[-1]
         cpu = ", ".join(f"{name} {us(run.costs[name] / run.num_tokens)}" for name in CARRIERS)
         print(
-            f"  {run.num_requests / run.seconds:.0f} requests/s, {run.tokens_per_s:.0f} tokens/s; µs a token: {cpu}; others {run.others:.2f} cores", flush=True
+            f"  {run.num_requests / run.seconds:.0f} requests/s, {run.tokens_per_s:.0f} tokens/s; µs a token: {cpu}; "
+            f"others {run.others:.2f} cores",
+            flush=True,
         )
     return min(runs, key=lambda run: run.others)
 
@@ -179,10 +210,14 @@ class Shape:
 
 
 def per_output_token(token: Costs, short: Costs, long: Costs, shape: Shape) -> Costs:
-    """The costs of an output token of such requests, with its share of its request. Between the short and the long prompt, they grow evenly."""
+    """The costs of an output token of such requests, with its share of its request. Between the
+    short and the long prompt, they grow evenly.
+    """
     place = (shape.num_prompt_tokens - SHORT) / (LONG - SHORT)
     request = {name: short[name] + place * (long[name] - short[name]) for name in short}
-    later = {name: 0 if name == "tokenizer" else shape.num_output_tokens - 1 for name in short}  # it has no part in them: it was idle
+    later = {
+        name: 0 if name == "tokenizer" else shape.num_output_tokens - 1 for name in short
+    }  # it has no part in them: it was idle
     return {name: (request[name] + later[name] * token[name]) / shape.num_output_tokens for name in short}
 
 
@@ -193,7 +228,9 @@ def needed(tokens_per_s: float, cost_s: float, load: float = LOAD) -> int:
 
 @contextlib.contextmanager
 def long_model(given: Path) -> Iterator[Path]:
-    """A folder with the model's tokenizer and configuration, which takes CONTEXT tokens. No weights: nothing reads them."""
+    """A folder with the model's tokenizer and configuration, which takes CONTEXT tokens. No
+    weights: nothing reads them.
+    """
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder) / given.name
         shutil.copytree(given, copy, ignore=shutil.ignore_patterns("*.safetensors", "*.gguf", "__pycache__"))
@@ -206,7 +243,11 @@ def long_model(given: Path) -> Iterator[Path]:
 def cells_of(count: int, model: Path, publish_interval_ms: float) -> Iterator[list[Cell]]:
     with contextlib.ExitStack() as stack:
         yield [
-            stack.enter_context(contextlib.closing(Cell(Path(stack.enter_context(tempfile.TemporaryDirectory())), model, publish_interval_ms)))
+            stack.enter_context(
+                contextlib.closing(
+                    Cell(Path(stack.enter_context(tempfile.TemporaryDirectory())), model, publish_interval_ms)
+                )
+            )
             for _ in range(count)
         ]
 
@@ -218,13 +259,22 @@ class Bench:
         self.model, self.args = model, args
         self.prose = Prose(model)
 
-    def requests(self, count: int, num_prompt_tokens: int, num_tokens: int, *, is_greedy: bool = False, is_chat: bool = False) -> list[bytes]:
+    def requests(
+        self, count: int, num_prompt_tokens: int, num_tokens: int, *, is_greedy: bool = False, is_chat: bool = False
+    ) -> list[bytes]:
         temperature = 0.0 if is_greedy else TEMPERATURE
-        return [make_request(self.model.name, self.prose.take(num_prompt_tokens), num_tokens, temperature, is_chat=is_chat) for _ in range(count)]
+        return [
+            make_request(self.model.name, self.prose.take(num_prompt_tokens), num_tokens, temperature, is_chat=is_chat)
+            for _ in range(count)
+        ]
 
     def request_costs(self, cells: list[Cell]) -> dict[str, Costs]:
         """The costs of a request with its first token, by kind."""
-        kinds = {f"{SHORT} tokens": (SHORT, False), f"{LONG:,} tokens": (LONG, False), f"a conversation, {SHORT} tokens": (SHORT, True)}
+        kinds = {
+            f"{SHORT} tokens": (SHORT, False),
+            f"{LONG:,} tokens": (LONG, False),
+            f"a conversation, {SHORT} tokens": (SHORT, True),
+        }
         found: dict[str, list[Costs]] = {kind: [] for kind in kinds}
         for _ in range(self.args.rounds):
             for kind, (length, is_chat) in kinds.items():
@@ -244,7 +294,9 @@ class Bench:
         return median(found)
 
     def all_token_costs(self, cells: list[Cell], request: Costs, suffix: str) -> dict[str, Costs]:
-        """The costs of a token for each number of streams; for the last also of greedy requests, where one Redis is all."""
+        """The costs of a token for each number of streams; for the last also of greedy requests,
+        where one Redis is all.
+        """
         measure(cells, self.requests(AT_ONCE, SHORT, 8), 8)  # warm
         found: dict[str, Costs] = {}
         for streams in self.args.streams:
@@ -260,46 +312,100 @@ def us(seconds: float) -> str:
 
 
 def show_requests(kinds: dict[str, Costs]) -> None:
-    print("\n| a request with its first token | gateway, ms | tokenizer, ms | sampler, ms | Redis, ms | commands |\n|---|---|---|---|---|---|")
+    print(
+        "\n| a request with its first token | gateway, ms | tokenizer, ms | sampler, ms | Redis, ms | commands "
+        "|\n|---|---|---|---|---|---|"
+    )
     for kind, cost in kinds.items():
-        print(f"| {kind} | " + " | ".join(f"{cost[each] * 1e3:.2f}" for each in CARRIERS) + f" | {cost['commands']:.0f} |")
+        print(
+            f"| {kind} | " + " | ".join(f"{cost[each] * 1e3:.2f}" for each in CARRIERS) + f" | {cost['commands']:.0f} |"
+        )
 
 
 def show_tokens(tokens: dict[str, Costs]) -> None:
     cores = ("gateway", "sampler", "redis", "compute", "client")
-    heads = ["a token after the first", "tokens/s here", *(f"{name}, µs" for name in cores), "commands", "bytes in, out", "memory"]
+    heads = [
+        "a token after the first",
+        "tokens/s here",
+        *(f"{name}, µs" for name in cores),
+        "commands",
+        "bytes in, out",
+        "memory",
+    ]
     print("\n| " + " | ".join(heads) + " |\n" + "|---" * len(heads) + "|")
     for name, cost in tokens.items():
         moved = f"{cost['commands']:.2f} | {cost['bytes_in']:.0f}, {cost['bytes_out']:.0f} | {cost['memory']:.0f}"
-        print(f"| {name} | {cost['tokens_per_s']:,.0f} | " + " | ".join(us(cost[each]) for each in cores) + f" | {moved} |")
+        print(
+            f"| {name} | {cost['tokens_per_s']:,.0f} | "
+            + " | ".join(us(cost[each]) for each in cores)
+            + f" | {moved} |"
+        )
 
 
 def show_needs(name: str, cost: Costs, shape: Shape) -> None:
-    print(f"\n{name}; requests of {shape.num_prompt_tokens:,} tokens in and {shape.num_output_tokens} out; a process takes {LOAD:.0%} of a core at most:\n")
+    print(
+        f"\n{name}; requests of {shape.num_prompt_tokens:,} tokens in and {shape.num_output_tokens} out; a process "
+        f"takes {LOAD:.0%} of a core at most:\n"
+    )
     print("| | CPU a token, µs | one carries, tokens/s | " + " | ".join(f"{goal:,} tokens/s" for goal in GOALS) + " |")
     print("|---|---|---|" + "---|" * len(GOALS))
     for each in CARRIERS:
-        print(f"| {each} | {us(cost[each])} | {LOAD / cost[each]:,.0f} | " + " | ".join(str(needed(goal, cost[each])) for goal in GOALS) + " |")
+        print(
+            f"| {each} | {us(cost[each])} | {LOAD / cost[each]:,.0f} | "
+            + " | ".join(str(needed(goal, cost[each])) for goal in GOALS)
+            + " |"
+        )
     print()
     kept_h = LOG_TTL_S / 3600
     for count in (1, 2, 3):
         rate = count * LOAD / cost["redis"]
-        moved = f"{cost['commands'] * rate:,.0f} commands/s, {cost['bytes_in'] * rate / 1e6:.0f} MB/s in, {cost['bytes_out'] * rate / 1e6:.0f} MB/s out"
-        print(f"{count} Redis by calculation: {rate:,.0f} tokens/s, {moved}, {cost['memory'] * rate * LOG_TTL_S / 1e9:.1f} GB of logs in {kept_h:g} h")
+        moved = (
+            f"{cost['commands'] * rate:,.0f} commands/s, {cost['bytes_in'] * rate / 1e6:.0f} MB/s in, "
+            f"{cost['bytes_out'] * rate / 1e6:.0f} MB/s out"
+        )
+        print(
+            f"{count} Redis by calculation: {rate:,.0f} tokens/s, {moved}, "
+            f"{cost['memory'] * rate * LOG_TTL_S / 1e9:.1f} GB of logs in {kept_h:g} h"
+        )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--streams", type=int, nargs="+", default=[16, 64, 256], help="at once at each Redis; the last says what a deployment needs (default: 16 64 256)"
+        "--streams",
+        type=int,
+        nargs="+",
+        default=[16, 64, 256],
+        help="at once at each Redis; the last says what a deployment needs (default: 16 64 256)",
     )
     parser.add_argument("--tokens", type=int, default=512, help="of each stream (default: %(default)s)")
-    parser.add_argument("--requests", type=int, default=512, help="of each kind, where a request's cost is measured (default: %(default)s)")
-    parser.add_argument("--publish-interval-ms", type=float, nargs="+", default=[0, 50], help="of compute, as its flag (default: 0 50)")
-    parser.add_argument("--cells", type=int, nargs="+", default=[1], help="Redis, each with stages of its own (default: 1)")
-    parser.add_argument("--shape", type=int, nargs=2, default=[1155, 211], metavar=("IN", "OUT"), help="tokens of a request (default: 1155 211, a chat's)")
+    parser.add_argument(
+        "--requests",
+        type=int,
+        default=512,
+        help="of each kind, where a request's cost is measured (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--publish-interval-ms", type=float, nargs="+", default=[0, 50], help="of compute, as its flag (default: 0 50)"
+    )
+    parser.add_argument(
+        "--cells", type=int, nargs="+", default=[1], help="Redis, each with stages of its own (default: 1)"
+    )
+    parser.add_argument(
+        "--shape",
+        type=int,
+        nargs=2,
+        default=[1155, 211],
+        metavar=("IN", "OUT"),
+        help="tokens of a request (default: 1155 211, a chat's)",
+    )
     parser.add_argument("--rounds", type=int, default=3, help="default: %(default)s")
-    parser.add_argument("--model", type=Path, default=DEMO_MODEL, help="a folder with a tokenizer and a configuration; by default the demo's")
+    parser.add_argument(
+        "--model",
+        type=Path,
+        default=DEMO_MODEL,
+        help="a folder with a tokenizer and a configuration; by default the demo's",
+    )
     args = parser.parse_args()
     if min(args.tokens, args.requests, args.rounds, *args.streams, *args.cells, *args.shape) < 1 or args.tokens < 2:
         parser.error("counts start from 1, and --tokens from 2")
@@ -321,7 +427,9 @@ def main() -> None:
     for name, cost in tokens.items():
         if name.startswith(f"{args.streams[-1]} streams") and "greedy" not in name and "each of" not in name:
             show_needs(name, per_output_token(cost, short, long, Shape(*args.shape)), Shape(*args.shape))
-    rounded = {kind: {name: float(f"{value:.4g}") for name, value in cost.items()} for kind, cost in (kinds | tokens).items()}
+    rounded = {
+        kind: {name: float(f"{value:.4g}") for name, value in cost.items()} for kind, cost in (kinds | tokens).items()
+    }
     print(json.dumps({"rounds": args.rounds, **rounded}))
 
 

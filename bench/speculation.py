@@ -1,18 +1,26 @@
-"""What does speculation gain? Tokens/s with it over without, by the kind of text and the number of streams; the share of drafts that stand, and how many
+"""What does speculation gain? Tokens/s with it over without, by the kind of text and the number of
+streams; the share of drafts that stand, and how many
 tokens a drafted step gives.
 
-Method: the compute loop in one process (scheduler, proposers, runner, reduction, decisions taken at once), the same requests with --speculate and with
-off, in turns; the median of the rounds' ratios counts. The first round is not counted: it is there that kernels, and what drafts cost, are learned. Every
-answer is compared: one that differs ends the run. Ceiling: the mean number of tokens a sequence gets of a step, were drafts free.
+Method: the compute loop in one process (scheduler, proposers, runner, reduction, decisions taken at
+once), the same requests with --speculate and with
+off, in turns; the median of the rounds' ratios counts. The first round is not counted: it is there
+that kernels, and what drafts cost, are learned. Every
+answer is compared: one that differs ends the run. Ceiling: the mean number of tokens a sequence
+gets of a step, were drafts free.
 Draft_ms and step_ms: what each place of the drafts of a model takes, all streams together, and a step without drafts.
 
-    python -m bench.speculation --model smollm2-135m [--streams 1 8 64] [--kinds edit json] [--speculate lookup] [--heads FOLDER] [--rounds 5]
+    python -m bench.speculation --model smollm2-135m [--streams 1 8 64] [--kinds edit json]
+    [--speculate lookup] [--heads FOLDER] [--rounds 5]
     python -m bench.speculation --model smollm2-135m --speculate self [--self-draft smollm2-135m-w4] --streams 1
-    python -m bench.speculation --model smollm2-135m --speculate self --streams 1 --kinds prose --take-all --write-chains chains.json
-    python -m bench.speculation --model llama-3.2-1b --speculate self --streams 1 --kinds prose --impose-chains chains.json
+    python -m bench.speculation --model smollm2-135m --speculate self --streams 1 --kinds prose
+    --take-all --write-chains chains.json
+    python -m bench.speculation --model llama-3.2-1b --speculate self --streams 1 --kinds prose
+    --impose-chains chains.json
     python -m bench.speculation --model smollm2-135m --invariance 1000
 
---impose-chains: a model of random weights (penstock make-model) says nothing of how often its drafts stand. So they stand as another model's did, whose
+--impose-chains: a model of random weights (penstock make-model) says nothing of how often its
+drafts stand. So they stand as another model's did, whose
 chains --write-chains wrote; what they cost is the model's own (bench/speculation_chains.py).
 --take-all: every draft is computed, whatever it costs.
 --cpu-time: all times are the process's CPU seconds, on one thread: for a machine that others use meanwhile.
@@ -64,14 +72,23 @@ def print_receipt(items, discount):
         print(item.name, item.quantity, item.price)
     print("total", total_price(items, discount))
 '''
-KEYS = ("customer_identification_number", "preferred_language_of_communication", "date_of_last_successful_payment", "is_subscribed_to_newsletter")
+KEYS = (
+    "customer_identification_number",
+    "preferred_language_of_communication",
+    "date_of_last_successful_payment",
+    "is_subscribed_to_newsletter",
+)
 SCHEMA = {
-    "type": "object", "required": list(KEYS), "additionalProperties": False,
+    "type": "object",
+    "required": list(KEYS),
+    "additionalProperties": False,
     "properties": {
-        KEYS[0]: {"type": "integer", "maximum": 99999}, KEYS[1]: {"enum": ["English", "German", "French"]}, KEYS[2]: {"type": "string", "maxLength": 12},
+        KEYS[0]: {"type": "integer", "maximum": 99999},
+        KEYS[1]: {"enum": ["English", "German", "French"]},
+        KEYS[2]: {"type": "string", "maxLength": 12},
         KEYS[3]: {"type": "boolean"},
     },
-}  # fmt: skip
+}
 GREEDY, DRAWN = SamplingParams(temperature=0.0), SamplingParams(temperature=0.8)
 
 
@@ -118,17 +135,30 @@ class Loop:
 
     def __init__(self, files: ModelFiles, options: argparse.Namespace) -> None:
         settings = ComputeSettings(
-            model=str(files.folder), kv_cache_memory="1GiB", quantization=options.quantization, prefix_caching=False, num_threads=options.threads,
-            speculate=options.speculate, self_draft=options.self_draft, draft_model=options.draft_model, heads=options.heads,
-        )  # fmt: skip
+            model=str(files.folder),
+            kv_cache_memory="1GiB",
+            quantization=options.quantization,
+            prefix_caching=False,
+            num_threads=options.threads,
+            speculate=options.speculate,
+            self_draft=options.self_draft,
+            draft_model=options.draft_model,
+            heads=options.heads,
+        )
         self.engine: Engine = build_engine(settings, files)
         self.scheduler, self.runner = self.engine.scheduler, self.engine.runner
         self.constraints = Constraints(self.engine.load_vocabulary, self.runner.vocab_size)
         self.chains = self._chains(options)
         self.loaded = self.engine.proposers if self.chains is None else [self.chains]
         self.names = tuple(options.speculate.split(","))
-        control = TakeAll() if options.take_all else DraftControl(frozenset(each.name for each in self.loaded if each.stops_itself))
-        self.by_mode = {is_on: Speculation([], self.constraints, self.runner.vocab_size, control) for is_on in (True, False)}
+        control = (
+            TakeAll()
+            if options.take_all
+            else DraftControl(frozenset(each.name for each in self.loaded if each.stops_itself))
+        )
+        self.by_mode = {
+            is_on: Speculation([], self.constraints, self.runner.vocab_size, control) for is_on in (True, False)
+        }
         self.most = options.num_speculative_tokens
         self.eos_token_ids = files.eos_token_ids
         self.num_sequences = 0
@@ -165,10 +195,14 @@ class Loop:
             self.constraints.forget(sequence.handle)
         answers = [each.tokens.ids[each.tokens.num_prompt :] for each in sequences]
         if isinstance(self.chains, Imposer):
-            self.chains.answers = {each.request.params.seed: answer for each, answer in zip(sequences, answers, strict=True)}
+            self.chains.answers = {
+                each.request.params.seed: answer for each, answer in zip(sequences, answers, strict=True)
+            }
         total = speculation.total
         tally = Tally(
-            total.num_drafts - before.num_drafts, total.num_draft_tokens - before.num_draft_tokens, total.num_accepted_tokens - before.num_accepted_tokens
+            total.num_drafts - before.num_drafts,
+            total.num_draft_tokens - before.num_draft_tokens,
+            total.num_accepted_tokens - before.num_accepted_tokens,
         )
         return Outcome(seconds, num_tokens, answers, tally)
 
@@ -184,7 +218,9 @@ class Loop:
             return None
         [inner] = self.engine.proposers
         assert isinstance(inner, ChainProposer)
-        return Imposer(inner, options.impose_chains, self.runner.vocab_size) if options.impose_chains else Recorder(inner)
+        return (
+            Imposer(inner, options.impose_chains, self.runner.vocab_size) if options.impose_chains else Recorder(inner)
+        )
 
     def step(self, speculation: Speculation) -> tuple[bool, int]:
         """As service.py does it. Returns whether it had no chunk of a prompt, and its tokens."""
@@ -196,7 +232,9 @@ class Loop:
         hidden = self.runner.run(batch)
         logits = self.runner.logits(batch, hidden, rows)
         masks = masking.result() if masking is not None else NO_MASKS
-        flight = launch(batch, hidden, begin_reduction(logits, list(rows.values()), self.runner.row_search, masks), self.scheduler)
+        flight = launch(
+            batch, hidden, begin_reduction(logits, list(rows.values()), self.runner.row_search, masks), self.scheduler
+        )
         collected = collect(flight, self.scheduler)
         assert not collected.failures and not flight.reduction.failures
         speculation.computed(batch, hidden, collected.decided)
@@ -212,7 +250,9 @@ class Loop:
 
 
 def chat_text(kind: Kind, *, has_marks: bool) -> str:
-    """The prompt as a chat's only message, by ChatML's marks where the model has them, and the beginning of its answer."""
+    """The prompt as a chat's only message, by ChatML's marks where the model has them, and the
+    beginning of its answer.
+    """
     text = f"<|im_start|>user\n{kind.prompt}<|im_end|>\n<|im_start|>assistant\n" if has_marks else kind.prompt
     return text + kind.begun
 
@@ -223,10 +263,19 @@ def encode(tokenizer: Tokenizer, kind: Kind) -> list[int]:
     return ids
 
 
-def compare(loop: Loop, tokenizer: Tokenizer, kind: Kind, streams: int, options: argparse.Namespace) -> dict[str, object]:
+def compare(
+    loop: Loop, tokenizer: Tokenizer, kind: Kind, streams: int, options: argparse.Namespace
+) -> dict[str, object]:
     """One cell of the table."""
     prompt = encode(tokenizer, kind)
-    asked = [(prompt, structs.replace(kind.params, seed=number, max_tokens=options.tokens, stop_token_ids=()), kind.constraint) for number in range(streams)]
+    asked = [
+        (
+            prompt,
+            structs.replace(kind.params, seed=number, max_tokens=options.tokens, stop_token_ids=()),
+            kind.constraint,
+        )
+        for number in range(streams)
+    ]
     ratios, tally, rates = [], Tally(), []
     if loop.chains is not None:
         loop.chains.kind = kind.name
@@ -244,26 +293,44 @@ def compare(loop: Loop, tokenizer: Tokenizer, kind: Kind, streams: int, options:
     length = 1 + tally.num_accepted_tokens / tally.num_drafts if tally.num_drafts else 1.0
     num_drafted = tally.num_drafts / max(1, found[True].num_tokens - tally.num_accepted_tokens)
     return {
-        "kind": kind.name, "streams": streams, "ratio": round(statistics.median(ratios), 3), "plain_tokens_per_s": round(statistics.median(rates), 1),
-        "share_accepted": round(share, 3), "mean_length": round(length, 2), "share_of_steps_drafted": round(num_drafted, 3),
-        "draft_ms": {name: round(1000 * seconds, 2) for name, seconds in loop.by_mode[True].place_s.items()}, "step_ms": round(1000 * loop.step_s, 2),
+        "kind": kind.name,
+        "streams": streams,
+        "ratio": round(statistics.median(ratios), 3),
+        "plain_tokens_per_s": round(statistics.median(rates), 1),
+        "share_accepted": round(share, 3),
+        "mean_length": round(length, 2),
+        "share_of_steps_drafted": round(num_drafted, 3),
+        "draft_ms": {name: round(1000 * seconds, 2) for name, seconds in loop.by_mode[True].place_s.items()},
+        "step_ms": round(1000 * loop.step_s, 2),
         "ceiling": round(found[True].num_tokens / max(1, found[True].num_tokens - tally.num_accepted_tokens), 2),
-    }  # fmt: skip
+    }
 
 
-def mixed(tokenizer: Tokenizer, count: int, longest: int) -> Iterator[tuple[list[int], SamplingParams, Constraint | None]]:
+def mixed(
+    tokenizer: Tokenizer, count: int, longest: int
+) -> Iterator[tuple[list[int], SamplingParams, Constraint | None]]:
     """Requests of all kinds, and what is asked of their tokens."""
     rng, chosen = random.Random(0), kinds()
     for number in range(count):
         kind = rng.choice(chosen)
         more: dict[str, object] = rng.choice(
             [
-                {}, {"temperature": 0.0}, {"temperature": 1.2, "top_p": 0.9}, {"top_k": 20, "logprobs": 3}, {"min_p": 0.05}, {"repetition_penalty": 1.2},
-                {"frequency_penalty": 0.8, "presence_penalty": 0.3}, {"dry": DryParams(0.8, allowed_length=2)},
+                {},
+                {"temperature": 0.0},
+                {"temperature": 1.2, "top_p": 0.9},
+                {"top_k": 20, "logprobs": 3},
+                {"min_p": 0.05},
+                {"repetition_penalty": 1.2},
+                {"frequency_penalty": 0.8, "presence_penalty": 0.3},
+                {"dry": DryParams(0.8, allowed_length=2)},
                 {"min_tokens": 8, "stop_token_ids": (5, 11, 13)},
             ]
-        )  # fmt: skip
-        yield encode(tokenizer, kind), structs.replace(kind.params, seed=number, max_tokens=rng.randrange(8, longest), **more), kind.constraint
+        )
+        yield (
+            encode(tokenizer, kind),
+            structs.replace(kind.params, seed=number, max_tokens=rng.randrange(8, longest), **more),
+            kind.constraint,
+        )
 
 
 def invariance(loop: Loop, tokenizer: Tokenizer, options: argparse.Namespace) -> dict[str, object]:
@@ -277,18 +344,30 @@ def invariance(loop: Loop, tokenizer: Tokenizer, options: argparse.Namespace) ->
         num_different += sum(one != other for one, other in zip(drafted.answers, plain.answers, strict=True))
         for name in ("num_drafts", "num_draft_tokens", "num_accepted_tokens"):
             setattr(tally, name, getattr(tally, name) + getattr(drafted.tally, name))
-        print(f"{options.invariance - len(asked)} of {options.invariance}, {num_different} different, {tally}", flush=True)
-    return {"requests": options.invariance, "different": num_different, "drafted": tally.num_draft_tokens, "accepted": tally.num_accepted_tokens}
+        print(
+            f"{options.invariance - len(asked)} of {options.invariance}, {num_different} different, {tally}", flush=True
+        )
+    return {
+        "requests": options.invariance,
+        "different": num_different,
+        "drafted": tally.num_draft_tokens,
+        "accepted": tally.num_accepted_tokens,
+    }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", help="a checkpoint folder, a GGUF file or a model's name (default: smollm2-135m if it is there, else the demo)")
+    parser.add_argument(
+        "--model",
+        help="a checkpoint folder, a GGUF file or a model's name (default: smollm2-135m if it is there, else the demo)",
+    )
     parser.add_argument("--quantization", default="none")
     parser.add_argument("--speculate", default="auto", help="as compute takes it (default: %(default)s)")
     parser.add_argument("--self-draft", default="", help="as compute takes it")
     parser.add_argument("--draft-model", default="", help="as compute takes it")
-    parser.add_argument("--heads", default="", metavar="FOLDER", help="of Medusa heads or an EAGLE-3 head, which propose, too")
+    parser.add_argument(
+        "--heads", default="", metavar="FOLDER", help="of Medusa heads or an EAGLE-3 head, which propose, too"
+    )
     parser.add_argument("--num-speculative-tokens", type=int, default=16)
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 8, 64])
     parser.add_argument("--kinds", nargs="+", help="some of the kinds, by the first word of their names (default: all)")
@@ -297,9 +376,18 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=0)
     parser.add_argument("--cpu-time", action="store_true", help="measure CPU seconds; with --threads 1")
     parser.add_argument("--take-all", action="store_true", help="compute all drafts, be they worth it or not")
-    parser.add_argument("--write-chains", type=Path, metavar="FILE", help="how long the chains of a model that drafts were, and how far they stood")
-    parser.add_argument("--impose-chains", type=Path, metavar="FILE", help="let chains be as long as those, and stand as far")
-    parser.add_argument("--invariance", type=int, help="compare so many requests of mixed parameters, and measure nothing")
+    parser.add_argument(
+        "--write-chains",
+        type=Path,
+        metavar="FILE",
+        help="how long the chains of a model that drafts were, and how far they stood",
+    )
+    parser.add_argument(
+        "--impose-chains", type=Path, metavar="FILE", help="let chains be as long as those, and stand as far"
+    )
+    parser.add_argument(
+        "--invariance", type=int, help="compare so many requests of mixed parameters, and measure nothing"
+    )
     options = parser.parse_args()
     if options.cpu_time:
         time.perf_counter = time.process_time

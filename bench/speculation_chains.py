@@ -1,7 +1,10 @@
-"""Chains of drafts that were seen with one model, imposed on another: what a model that drafts for itself gains in a shape of which there are no weights here.
+"""Chains of drafts that were seen with one model, imposed on another: what a model that drafts for
+itself gains in a shape of which there are no weights here.
 
-What drafts cost is real: the drafting model runs as many steps as the chain is long. Which of its drafts stand is as it was seen: the answer is known, for
-the requests have been answered without drafts, and the chain has its tokens as far as the one that was seen stood, and then others.
+What drafts cost is real: the drafting model runs as many steps as the chain is long. Which of its
+drafts stand is as it was seen: the answer is known, for
+the requests have been answered without drafts, and the chain has its tokens as far as the one that
+was seen stood, and then others.
 """
 
 import json
@@ -78,8 +81,16 @@ class Imposer(Recorder):
 
     def propose(self, wanted: Mapping[int, Wanted]) -> dict[int, Drafts]:
         drawn = {handle: self.rng.choice(self.imposed[self.kind]) for handle in wanted}
-        found = self.inner.propose({handle: replace(each, max_drafts=min(each.max_drafts, drawn[handle][0])) for handle, each in wanted.items()})
-        return {handle: Drafts(self._as_seen(wanted[handle], len(drafts.token_ids), drawn[handle][1])) for handle, drafts in found.items()}
+        found = self.inner.propose(
+            {
+                handle: replace(each, max_drafts=min(each.max_drafts, drawn[handle][0]))
+                for handle, each in wanted.items()
+            }
+        )
+        return {
+            handle: Drafts(self._as_seen(wanted[handle], len(drafts.token_ids), drawn[handle][1]))
+            for handle, drafts in found.items()
+        }
 
     def _as_seen(self, wanted: Wanted, count: int, stood: int) -> list[int]:
         sequence = wanted.sequence

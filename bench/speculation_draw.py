@@ -1,8 +1,12 @@
-"""How often do a draft and its model draw the same token? By the draw that decides tokens here, Gumbel-max with shared noise, and by others.
+"""How often do a draft and its model draw the same token? By the draw that decides tokens here,
+Gumbel-max with shared noise, and by others.
 
-Method: a model and its draft, the same rounded to fewer bits, each given the same prose (`bench.quality`'s). Of both, every position's candidates are
-made and drawn from as in production, at --draws seeds. Beside it: the inverse CDF, one uniform number for both, each in the order of its own
-logits (Penstock's rule before gumbel-1) and in the order of token ids; and the draft's likeliest token against the model's draw, as of a draft that is not
+Method: a model and its draft, the same rounded to fewer bits, each given the same prose
+(`bench.quality`'s). Of both, every position's candidates are
+made and drawn from as in production, at --draws seeds. Beside it: the inverse CDF, one uniform
+number for both, each in the order of its own
+logits (Penstock's rule before gumbel-1) and in the order of token ids; and the draft's likeliest
+token against the model's draw, as of a draft that is not
 drawn at all. Ceiling: 1 minus the distance in total variation, which no rule can beat.
 
     penstock quantize smollm2-135m drafts/w4 --quantization w4 --calibrate default
@@ -27,8 +31,11 @@ from shared.model.files import open_model
 from shared.model.sampling_params import SamplingParams
 
 CASES = (
-    SamplingParams(temperature=0.8), SamplingParams(temperature=0.8, top_p=0.95), SamplingParams(temperature=1.0), SamplingParams(temperature=0.8, top_k=40),
-)  # fmt: skip
+    SamplingParams(temperature=0.8),
+    SamplingParams(temperature=0.8, top_p=0.95),
+    SamplingParams(temperature=1.0),
+    SamplingParams(temperature=0.8, top_k=40),
+)
 RULES = ("Gumbel, shared noise", "inverse CDF, sorted", "inverse CDF, by id", "the draft's likeliest", "ceiling")
 ROWS = 64  # drawn from at once
 CPU = torch.device("cpu")
@@ -36,30 +43,54 @@ CPU = torch.device("cpu")
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="How often a draft and its model draw the same token.")
-    parser.add_argument("--model", help="a checkpoint folder, a GGUF file or a model's name (default: smollm2-135m if it is there, else the demo)")
-    parser.add_argument("--draft", default="w4, groups of 32", help="a mode of bench.quality, or a checkpoint of penstock quantize (default: %(default)s)")
+    parser.add_argument(
+        "--model",
+        help="a checkpoint folder, a GGUF file or a model's name (default: smollm2-135m if it is there, else the demo)",
+    )
+    parser.add_argument(
+        "--draft",
+        default="w4, groups of 32",
+        help="a mode of bench.quality, or a checkpoint of penstock quantize (default: %(default)s)",
+    )
     parser.add_argument("--tokens", type=int, default=1024, help="of prose (default: %(default)s)")
     parser.add_argument("--draws", type=int, default=4, help="seeds for each position (default: %(default)s)")
     args = parser.parse_args()
     files = choose_model(args.model)
-    windows = split(docstrings()[: args.tokens * 10], Tokenizer.from_file(str(files.folder / "tokenizer.json")), WINDOW)[: args.tokens // WINDOW]
+    windows = split(
+        docstrings()[: args.tokens * 10], Tokenizer.from_file(str(files.folder / "tokenizer.json")), WINDOW
+    )[: args.tokens // WINDOW]
     mode = next((mode for mode in MODES if mode.name == args.draft), None)
     drafting = (files, mode) if mode is not None else (open_model(args.draft), MODES[0])
     with torch.inference_mode():
         target, draft = (torch.cat(list(read(*each, windows))) for each in ((files, MODES[0]), drafting))
         results = {title(params): compare(target, draft, params, args.draws) for params in CASES}
-    print(json.dumps({"model": files.name, "draft": args.draft, "positions": len(target), "draws": args.draws, "shares": results}))
+    print(
+        json.dumps(
+            {"model": files.name, "draft": args.draft, "positions": len(target), "draws": args.draws, "shares": results}
+        )
+    )
 
 
 def title(params: SamplingParams) -> str:
-    more = [f"{name} {getattr(params, name)}" for name, off in (("top_p", 1.0), ("top_k", 0)) if getattr(params, name) != off]
+    more = [
+        f"{name} {getattr(params, name)}"
+        for name, off in (("top_p", 1.0), ("top_k", 0))
+        if getattr(params, name) != off
+    ]
     return ", ".join([f"temperature {params.temperature}", *more])
 
 
 def compare(target: torch.Tensor, draft: torch.Tensor, params: SamplingParams, num_draws: int) -> dict[str, float]:
     """The share of draws in which the two are the same token, by rule. target, draft: [positions, vocab] float32."""
     same: dict[str, list[float]] = {
-        name: [] for name in ("Gumbel, shared noise", "inverse CDF, sorted", "inverse CDF, by id", "the draft's likeliest", "ceiling")
+        name: []
+        for name in (
+            "Gumbel, shared noise",
+            "inverse CDF, sorted",
+            "inverse CDF, by id",
+            "the draft's likeliest",
+            "ceiling",
+        )
     }
     rng = np.random.default_rng(0)
     for start in range(0, len(target), ROWS):
@@ -80,7 +111,10 @@ def compare(target: torch.Tensor, draft: torch.Tensor, params: SamplingParams, n
 
 def draw(logits: torch.Tensor, params: SamplingParams, seed: int) -> Array:
     """Each row's token, by the product's own draw."""
-    sequences = [Sequence(Request(row, "bench", replace(params, seed=(seed << 32) + row)), Tokens([0], 1)) for row in range(len(logits))]
+    sequences = [
+        Sequence(Request(row, "bench", replace(params, seed=(seed << 32) + row)), Tokens([0], 1))
+        for row in range(len(logits))
+    ]
     return reduce(logits.clone(), sequences, choose_backend(torch.bfloat16, CPU).row_search).chosen
 
 

@@ -1,11 +1,15 @@
 """What does a server's own speculation gain? Any two with OpenAI's completions: one without it, and the same with it.
 
-Method: the prompts of bench.speculation (those without a schema, which every server asks for in another way), one stream, end tokens ignored; the two
-servers in turns. Tokens/s from the first piece of text to the last: without the prompt. The median of the rounds' ratios counts; the first round, in which
-prompts come into caches, does not. Beside it: how many texts of the second are not the first's. Each request has a cache_salt of its own: a server that drafts
+Method: the prompts of bench.speculation (those without a schema, which every server asks for in
+another way), one stream, end tokens ignored; the two
+servers in turns. Tokens/s from the first piece of text to the last: without the prompt. The median
+of the rounds' ratios counts; the first round, in which
+prompts come into caches, does not. Beside it: how many texts of the second are not the first's.
+Each request has a cache_salt of its own: a server that drafts
 from earlier answers (Penstock does) would have the same answer before it.
 
-    llama-server -m FILE --port 8001; llama-server -m FILE --port 8002 --spec-type ngram-simple --spec-ngram-simple-size-n 2
+    llama-server -m FILE --port 8001; llama-server -m FILE --port 8002 --spec-type ngram-simple
+    --spec-ngram-simple-size-n 2
     python -m bench.speculation_served http://127.0.0.1:8001 http://127.0.0.1:8002
 """
 
@@ -26,11 +30,20 @@ from bench.speculation import Kind, chat_text, kinds
 async def ask(url: str, model: str, prompt: str, kind: Kind, num_tokens: int) -> Answer:
     parts = urlsplit(url)
     body: dict[str, object] = {
-        "model": model, "prompt": prompt, "max_tokens": num_tokens, "temperature": kind.params.temperature, "seed": 0, "ignore_eos": True, "stream": True,
-        "stream_options": {"include_usage": True}, "cache_salt": secrets.token_hex(8),
-    }  # fmt: skip
+        "model": model,
+        "prompt": prompt,
+        "max_tokens": num_tokens,
+        "temperature": kind.params.temperature,
+        "seed": 0,
+        "ignore_eos": True,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        "cache_salt": secrets.token_hex(8),
+    }
     packed = post(parts.netloc, parts.path.rstrip("/") + "/v1/completions", body)
-    _, stream = await asyncio.get_running_loop().create_connection(lambda: Stream(packed), parts.hostname or "localhost", parts.port or 80)
+    _, stream = await asyncio.get_running_loop().create_connection(
+        lambda: Stream(packed), parts.hostname or "localhost", parts.port or 80
+    )
     await stream.ended
     answer = read(stream)
     if answer.error or not answer.tpot_s > 0:
@@ -38,7 +51,9 @@ async def ask(url: str, model: str, prompt: str, kind: Kind, num_tokens: int) ->
     return answer
 
 
-def compare(servers: list[tuple[str, str]], kind: Kind, prompt: str, args: argparse.Namespace, runner: asyncio.Runner) -> dict[str, object]:
+def compare(
+    servers: list[tuple[str, str]], kind: Kind, prompt: str, args: argparse.Namespace, runner: asyncio.Runner
+) -> dict[str, object]:
     """One row of the table. servers: address and model, the one without speculation first."""
     ratios: list[float] = []
     plain: list[float] = []
@@ -51,9 +66,11 @@ def compare(servers: list[tuple[str, str]], kind: Kind, prompt: str, args: argpa
             plain.append(1 / found[0].tpot_s)
             num_different += found[0].text != found[1].text
     return {
-        "kind": kind.name, "ratio": round(statistics.median(ratios), 3), "plain_tokens_per_s": round(statistics.median(plain), 1),
+        "kind": kind.name,
+        "ratio": round(statistics.median(ratios), 3),
+        "plain_tokens_per_s": round(statistics.median(plain), 1),
         "texts_that_differ": f"{num_different} of {args.rounds}",
-    }  # fmt: skip
+    }
 
 
 def main() -> None:

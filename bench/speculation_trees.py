@@ -1,11 +1,16 @@
-"""Would trees of drafts stand further than chains? The tokens that a step gives, by the number of drafted tokens, for a chain and for the best tree.
+"""Would trees of drafts stand further than chains? The tokens that a step gives, by the number of
+drafted tokens, for a chain and for the best tree.
 
-Method: the model answers greedily. The same model in fewer bits (or another of the same tokenizer) then reads the answers, and each token's rank among its
-logits is noted. A drafting model has these logits behind the same tokens in any step, so steps can be replayed: a chain of n drafts stands as far as ranks
-are 0; a tree stands along the branch of the ranks. The tree of n tokens has the n likeliest branches, if each rank is as likely anywhere as it was on
+Method: the model answers greedily. The same model in fewer bits (or another of the same tokenizer)
+then reads the answers, and each token's rank among its
+logits is noted. A drafting model has these logits behind the same tokens in any step, so steps can
+be replayed: a chain of n drafts stands as far as ranks
+are 0; a tree stands along the branch of the ranks. The tree of n tokens has the n likeliest
+branches, if each rank is as likely anywhere as it was on
 average. That favours the tree, since a server would have to choose it beforehand. The cost of drafting is not counted.
 
-    python -m bench.speculation_trees --model smollm2-135m [--draft-quantization w4 | --draft-model smaller] [--tokens 256]
+    python -m bench.speculation_trees --model smollm2-135m [--draft-quantization w4 | --draft-model
+    smaller] [--tokens 256]
 """
 
 import argparse
@@ -33,7 +38,14 @@ MAX_RANK = 8
 
 def engine_of(files: ModelFiles, quantization: str) -> Engine:
     return build_engine(
-        ComputeSettings(model=str(files.folder), kv_cache_memory="512MiB", quantization=quantization, prefix_caching=False, speculate="off"), files
+        ComputeSettings(
+            model=str(files.folder),
+            kv_cache_memory="512MiB",
+            quantization=quantization,
+            prefix_caching=False,
+            speculate="off",
+        ),
+        files,
     )
 
 
@@ -58,7 +70,14 @@ def ranks_of(engine: Engine, prompt: list[int], answered: list[int]) -> list[int
     found: list[int] = []
     for first in range(0, len(tokens) - 1, CHUNK):
         last = min(first + CHUNK, len(tokens) - 1)
-        row = BatchRow(0, tuple(tokens[first:last]), first, blocks, range(max(0, len(prompt) - 1 - first), last - first), len(prompt))
+        row = BatchRow(
+            0,
+            tuple(tokens[first:last]),
+            first,
+            blocks,
+            range(max(0, len(prompt) - 1 - first), last - first),
+            len(prompt),
+        )
         batch = ScheduledBatch((row,), 0)
         hidden = engine.runner.run(batch)
         if row.sampled:
@@ -98,17 +117,28 @@ def tokens_per_step(answers: list[list[int]], tree: set[Branch]) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", help="a checkpoint folder, a GGUF file or a model's name (default: smollm2-135m if it is there, else the demo)")
+    parser.add_argument(
+        "--model",
+        help="a checkpoint folder, a GGUF file or a model's name (default: smollm2-135m if it is there, else the demo)",
+    )
     parser.add_argument("--draft-model", help="another model of the same tokenizer (default: the same one)")
     parser.add_argument("--draft-quantization", default="w4", help="of the model that drafts (default: %(default)s)")
-    parser.add_argument("--sizes", type=int, nargs="+", default=[2, 4, 8, 16], help="drafted tokens of a step (default: %(default)s)")
+    parser.add_argument(
+        "--sizes", type=int, nargs="+", default=[2, 4, 8, 16], help="drafted tokens of a step (default: %(default)s)"
+    )
     parser.add_argument("--tokens", type=int, default=256, help="of an answer (default: %(default)s)")
     options = parser.parse_args()
     files = choose_model(options.model)
     tokenizer = Tokenizer.from_file(str(files.folder / "tokenizer.json"))
-    asked = {kind.name: encode(tokenizer, kind) for kind in kinds() if kind.constraint is None and kind.params.temperature == 0}
+    asked = {
+        kind.name: encode(tokenizer, kind)
+        for kind in kinds()
+        if kind.constraint is None and kind.params.temperature == 0
+    }
     target = engine_of(files, "none")
-    answered = {name: answer(target, prompt, options.tokens, number) for number, (name, prompt) in enumerate(asked.items())}
+    answered = {
+        name: answer(target, prompt, options.tokens, number) for number, (name, prompt) in enumerate(asked.items())
+    }
     draft = engine_of(choose_model(options.draft_model or options.model), options.draft_quantization)
     results = []
     for name, prompt in asked.items():
@@ -117,7 +147,15 @@ def main() -> None:
         for size in options.sizes:
             chain = tokens_per_step([ranks], {(0,) * length for length in range(1, size + 1)})
             tree = tokens_per_step([ranks], best_tree(shares, size))
-            results.append({"kind": name, "size": size, "chain": round(chain, 2), "tree": round(tree, 2), "shares": [round(each, 3) for each in shares[:4]]})
+            results.append(
+                {
+                    "kind": name,
+                    "size": size,
+                    "chain": round(chain, 2),
+                    "tree": round(tree, 2),
+                    "shares": [round(each, 3) for each in shares[:4]],
+                }
+            )
             print("  ".join(f"{key} {value}" for key, value in results[-1].items()), flush=True)
     print(json.dumps({"model": files.name, "results": results}))
 

@@ -1,9 +1,14 @@
-"""How long are sequences without decisions when their sampler dies? Seconds until the first and the last of them goes on at another.
+"""How long are sequences without decisions when their sampler dies? Seconds until the first and the
+last of them goes on at another.
 
-Method: a real SamplerService and a real Redis (the embedded one, on a Unix socket) that holds the token logs of 256 sequences, 4,000 tokens each. One
-message introduces all of them, with a row each, as compute sends it when a sampler has gone; the sampler replays the logs and decides. On the other side
-stands compute's own account of what is undecided, looked at ten times a second: it says how often compute would have sent everything again.
-The ceiling: all that must be done is to read the logs and to make their text again; the table says what that is for a token.
+Method: a real SamplerService and a real Redis (the embedded one, on a Unix socket) that holds the
+token logs of 256 sequences, 4,000 tokens each. One
+message introduces all of them, with a row each, as compute sends it when a sampler has gone; the
+sampler replays the logs and decides. On the other side
+stands compute's own account of what is undecided, looked at ten times a second: it says how often
+compute would have sent everything again.
+The ceiling: all that must be done is to read the logs and to make their text again; the table says
+what that is for a token.
 
     python -m bench.takeover
 """
@@ -32,7 +37,15 @@ from shared.model.arrays import Array
 from shared.model.files import DEMO_MODEL
 from shared.model.sampling_params import SamplingParams
 from shared.process.settings import SamplerSettings
-from shared.wire.messages import SequenceIntro, StepCandidates, StepDecisions, TokenEvent, TokenizedRequest, decode, encode
+from shared.wire.messages import (
+    SequenceIntro,
+    StepCandidates,
+    StepDecisions,
+    TokenEvent,
+    TokenizedRequest,
+    decode,
+    encode,
+)
 from shared.wire.stage import Stage
 from shared.wire.streams import MESSAGE, decisions, log_key
 
@@ -56,7 +69,11 @@ def fill_logs(client: "redis.Redis", sequences: int, tokens: int) -> Array:
     for row in range(sequences):
         pipe: Any = client.pipeline(transaction=False)
         for position, token_id in enumerate(token_ids[row].tolist(), 1):
-            pipe.xadd(log_key(f"bench.{row}"), {MESSAGE: encode(TokenEvent(f"bench.{row}", position, token_id, "", 10))}, id=f"{position}-0")
+            pipe.xadd(
+                log_key(f"bench.{row}"),
+                {MESSAGE: encode(TokenEvent(f"bench.{row}", position, token_id, "", 10))},
+                id=f"{position}-0",
+            )
         pipe.execute()
     return token_ids
 
@@ -71,11 +88,18 @@ def rows_at(position: int, previous: Array) -> CandidateRows:
 
 
 def watch(client: "redis.Redis", rows: CandidateRows, begun: threading.Event) -> tuple[float, float, int, int]:
-    """Compute's side, until all is decided. Returns the seconds to the first and to the last decision, how often it would have sent again, and how many
+    """Compute's side, until all is decided. Returns the seconds to the first and to the last
+    decision, how often it would have sent again, and how many
     messages there were."""
     request = TokenizedRequest("bench", "", "", SamplingParams(max_tokens=1 << 20), np.zeros(1, np.int32), ())
     active = {
-        handle: ActiveRequest(Sequence(Request(handle, "bench", SamplingParams()), Tokens([0])), request, b"", None, sampler_id="sampler-bench")
+        handle: ActiveRequest(
+            Sequence(Request(handle, "bench", SamplingParams()), Tokens([0])),
+            request,
+            b"",
+            None,
+            sampler_id="sampler-bench",
+        )
         for handle in rows.handles.tolist()
     }
     undecided, last_id, first_s, sent_again, answers = Undecided(active), "0-0", 0.0, 0, 0
@@ -86,7 +110,9 @@ def watch(client: "redis.Redis", rows: CandidateRows, begun: threading.Event) ->
     while undecided.handles:
         reply: Any = client.xread({decisions(COMPUTE).key: last_id}, block=int(RESEND_EVERY_S * 1000))
         for _, entries in reply.items() if isinstance(reply, dict) else reply or []:
-            for entry_id, values in [each for group in entries for each in group] if isinstance(reply, dict) else entries:
+            for entry_id, values in (
+                [each for group in entries for each in group] if isinstance(reply, dict) else entries
+            ):
                 last_id, message = entry_id, decode(StepDecisions, values[MESSAGE])
                 undecided.record_reply(message.sampler_id, message.step)
                 columns = (message.handles, message.positions, message.token_ids, message.is_finished)
@@ -124,7 +150,15 @@ def measure(url: str, sequences: int, tokens: int) -> Takeover:
     stage.transport.close()
     client.close()
     first_s, last_s, sent_again, answers = found[0]
-    return Takeover(sequences, tokens, round(first_s, 3), round(last_s, 3), sent_again, answers, round(1e6 * seconds / (sequences * tokens), 2))
+    return Takeover(
+        sequences,
+        tokens,
+        round(first_s, 3),
+        round(last_s, 3),
+        sent_again,
+        answers,
+        round(1e6 * seconds / (sequences * tokens), 2),
+    )
 
 
 def main() -> None:
@@ -140,7 +174,10 @@ def main() -> None:
             for sequences in sorted({1, args.sequences // 4 or 1, args.sequences}):
                 found = measure(f"unix://{socket_path(Path(folder))}", sequences, args.tokens)
                 results.append(asdict(found))
-                print(f"{found.sequences:9}  {found.tokens:11}  {found.first_s:17}  {found.last_s:7}  {found.sent_again:10}  {found.us_per_token:10}")
+                print(
+                    f"{found.sequences:9}  {found.tokens:11}  {found.first_s:17}  {found.last_s:7}  "
+                    f"{found.sent_again:10}  {found.us_per_token:10}"
+                )
         finally:
             server.terminate()
             server.wait()

@@ -1,4 +1,6 @@
-"""Prompts of real text with a wanted number of tokens: the prose of Python's reference manual, by the tokenizer of the model that is asked."""
+"""Prompts of real text with a wanted number of tokens: the prose of Python's reference manual, by
+the tokenizer of the model that is asked.
+"""
 
 from pathlib import Path
 from pydoc_data.topics import topics
@@ -9,12 +11,16 @@ STRIDE = 7919  # tokens from one prompt's beginning to the next one's; a prime, 
 
 
 class Prose:
-    """Prompts, no two of which begin alike before each token of the manual has begun one: a prefix cache finds nothing."""
+    """Prompts, no two of which begin alike before each token of the manual has begun one: a prefix
+    cache finds nothing.
+    """
 
     def __init__(self, folder: Path) -> None:
         """folder: the model's. Raises StartupError without a tokenizer.json."""
         self.tokenizer = load_tokenizer(folder)
-        paragraphs = dict.fromkeys(each for name in sorted(topics) for each in topics[name].split("\n\n"))  # some are in several topics
+        paragraphs = dict.fromkeys(
+            each for name in sorted(topics) for each in topics[name].split("\n\n")
+        )  # some are in several topics
         prose = [each for each in paragraphs if 2 * sum(map(str.isalpha, each)) > len(each)]  # and some are tables
         self.token_ids: list[int] = self.tokenizer.encode("\n\n".join(prose), add_special_tokens=False).ids
         self._num_taken = 0

@@ -27,21 +27,29 @@ MAX_ONCE_MORE = 10  # more failures than these are no accident of a busy machine
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--once-more", action="store_true", help="run each test that failed again, alone, and list those that then pass")
+    parser = argparse.ArgumentParser(
+        prog="python -m tests", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--once-more", action="store_true", help="run each test that failed again, alone, and list those that then pass"
+    )
     options, of_pytest = parser.parse_known_args()
     if of_pytest:
         return pytest(*of_pytest)
     LAST_FAILED.unlink(missing_ok=True)
     os.environ.update({variable: forge.forge(kind) for kind, variable in forge.VARIABLES.items()})
-    code = pytest("--numprocesses", str((os.cpu_count() or 1) + 3), "--dist", "loadfile", "--no-loadscope-reorder", *in_order())
+    code = pytest(
+        "--numprocesses", str((os.cpu_count() or 1) + 3), "--dist", "loadfile", "--no-loadscope-reorder", *in_order()
+    )
     if code != TESTS_FAILED or not options.once_more:
         return code
     return once_more(sorted(json.loads(LAST_FAILED.read_text())))
 
 
 def pytest(*arguments: str) -> int:
-    return subprocess.run([sys.executable, "-m", "pytest", *arguments], cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}).returncode
+    return subprocess.run(
+        [sys.executable, "-m", "pytest", *arguments], cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}
+    ).returncode
 
 
 def in_order() -> list[str]:

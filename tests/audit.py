@@ -1,4 +1,5 @@
-"""`python -m tests.audit`: the licence of each package that is installed, and what is known against it, for which PyPI is asked.
+"""`python -m tests.audit`: the licence of each package that is installed, and what is known against
+it, for which PyPI is asked.
 
 Runs in an environment that has pip-licenses and pip-audit; what it looks at is the one of .venv.
 """
@@ -14,10 +15,16 @@ PYTHON = ROOT / ".venv/bin/python"
 
 def main() -> int:
     subprocess.run([TOOLS / "pip-licenses", "--python", PYTHON, "--from=mixed", "--order=license"], check=True)
-    frozen = subprocess.run([PYTHON, "-m", "pip", "freeze", "--exclude-editable"], check=True, capture_output=True, text=True).stdout
+    frozen = subprocess.run(
+        [PYTHON, "-m", "pip", "freeze", "--exclude-editable"], check=True, capture_output=True, text=True
+    ).stdout
     installed = TOOLS.parent / "installed.txt"
-    installed.write_text("".join(f"{line.partition('+')[0]}\n" for line in frozen.splitlines()))  # PyPI knows no local versions, as torch's +cpu
-    return subprocess.run([TOOLS / "pip-audit", "--strict", "--disable-pip", "--no-deps", "--requirement", installed]).returncode
+    installed.write_text(
+        "".join(f"{line.partition('+')[0]}\n" for line in frozen.splitlines())
+    )  # PyPI knows no local versions, as torch's +cpu
+    return subprocess.run(
+        [TOOLS / "pip-audit", "--strict", "--disable-pip", "--no-deps", "--requirement", installed]
+    ).returncode
 
 
 if __name__ == "__main__":

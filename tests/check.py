@@ -1,4 +1,6 @@
-"""`make check`: format, lint, import contracts, types and the checks of tests/lint, at the same time. Needs no Redis and no model."""
+"""`make check`: format, lint, import contracts, types and the checks of tests/lint, at the same
+time. Needs no Redis and no model.
+"""
 
 import subprocess
 import sys
@@ -16,12 +18,19 @@ COMMANDS: dict[str, list[str | Path]] = {  # the longest first
 
 
 def main() -> int:
-    running = {name: subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) for name, command in COMMANDS.items()}
+    running = {
+        name: subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        for name, command in COMMANDS.items()
+    }
     codes = {}
     for name, process in reversed(running.items()):  # the quickest first
         said, _ = process.communicate()
         codes[name] = process.returncode
-        print(f"{name}: {'failed' if process.returncode else 'ok'}\n{said if process.returncode else ''}", end="", flush=True)
+        print(
+            f"{name}: {'failed' if process.returncode else 'ok'}\n{said if process.returncode else ''}",
+            end="",
+            flush=True,
+        )
     return int(any(codes.values()))
 
 

@@ -1,4 +1,6 @@
-"""A Redis Cluster of three primaries and three replicas: real servers, which can be killed, and whose slots can be moved."""
+"""A Redis Cluster of three primaries and three replicas: real servers, which can be killed, and
+whose slots can be moved.
+"""
 
 import asyncio
 import signal
@@ -40,13 +42,19 @@ class Clustered:
             wait_until(lambda port=port: self.ask(port, "PING") is not None, description="the server answers")  # type: ignore[misc]
         for port in ports[1:]:
             self.ask(ports[0], "CLUSTER MEET", "127.0.0.1", port, self.bus_ports[port])
-        wait_until(lambda: all(len(self.flags_at(port)) == len(ports) for port in ports), description="the nodes know each other")
+        wait_until(
+            lambda: all(len(self.flags_at(port)) == len(ports) for port in ports),
+            description="the nodes know each other",
+        )
         share = REDIS_CLUSTER_HASH_SLOTS // NUM_PRIMARIES
         for index, port in enumerate(ports[:NUM_PRIMARIES]):
             last = REDIS_CLUSTER_HASH_SLOTS - 1 if index == NUM_PRIMARIES - 1 else (index + 1) * share - 1
             self.ask(port, "CLUSTER ADDSLOTSRANGE", index * share, last)
         for primary, replica in zip(ports[:NUM_PRIMARIES], ports[NUM_PRIMARIES:], strict=True):
-            wait_until(lambda p=primary, r=replica: self.ask(r, "CLUSTER REPLICATE", self.id_of(p)) is not None, description="a replica follows")  # type: ignore[misc]
+            wait_until(
+                lambda p=primary, r=replica: self.ask(r, "CLUSTER REPLICATE", self.id_of(p)) is not None,  # type: ignore[misc]
+                description="a replica follows",
+            )
         wait_until(self.is_whole, description="the cluster is whole")
 
     def start_server(self, port: int) -> None:
@@ -54,10 +62,18 @@ class Clustered:
         folder = self.folder / str(port)
         folder.mkdir(exist_ok=True)
         options = {
-            "port": port, "bind": "127.0.0.1", "dir": folder, "appendonly": "yes", "save": "", "logfile": folder / "log", "repl-diskless-sync-delay": 0,
-            "cluster-enabled": "yes", "cluster-node-timeout": NODE_TIMEOUT_MS, "cluster-replica-validity-factor": 0,
+            "port": port,
+            "bind": "127.0.0.1",
+            "dir": folder,
+            "appendonly": "yes",
+            "save": "",
+            "logfile": folder / "log",
+            "repl-diskless-sync-delay": 0,
+            "cluster-enabled": "yes",
+            "cluster-node-timeout": NODE_TIMEOUT_MS,
+            "cluster-replica-validity-factor": 0,
             "cluster-port": self.bus_ports.setdefault(port, free_port()),
-        }  # fmt: skip
+        }
         arguments = [str(self.binary), *(word for name, value in options.items() for word in (f"--{name}", str(value)))]
         self.servers[port] = subprocess.Popen(arguments, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 
@@ -75,12 +91,17 @@ class Clustered:
         return str(self.ask(port, "CLUSTER MYID"))
 
     def is_whole(self) -> bool:
-        """Whether every node sees all slots served, three primaries and three replicas, and every primary has its replica."""
+        """Whether every node sees all slots served, three primaries and three replicas, and every
+        primary has its replica.
+        """
         for port in self.servers:
             flags = self.flags_at(port)
             if len(flags) != 2 * NUM_PRIMARIES or any("fail" in each or "handshake" in each for each in flags):
                 return False
-            if sum("master" in each for each in flags) != NUM_PRIMARIES or (self.ask(port, "CLUSTER INFO") or {}).get("cluster_state") != "ok":
+            if (
+                sum("master" in each for each in flags) != NUM_PRIMARIES
+                or (self.ask(port, "CLUSTER INFO") or {}).get("cluster_state") != "ok"
+            ):
                 return False
         return all(len(self.ask(port, "ROLE")[2]) == 1 for port in self.servers if self.is_primary(port))
 
@@ -92,11 +113,17 @@ class Clustered:
         slot, found = key_slot(f"{{{cell}}}".encode()), list[int]()
         for port in self.servers:
             with suppress(redis.RedisError), redis.Redis(port=port, socket_timeout=1) as client:
-                found += [int(node[1]) for first, last, node, *_ in client.execute_command("CLUSTER SLOTS") if first <= slot <= last]
+                found += [
+                    int(node[1])
+                    for first, last, node, *_ in client.execute_command("CLUSTER SLOTS")
+                    if first <= slot <= last
+                ]
         return max(set(found), key=found.count, default=0)
 
     async def fail_over(self, cell: str, lag_s: float) -> None:
-        """Kill the cell's primary when the replicas have stood still for so long: another takes its place, and the old one follows it."""
+        """Kill the cell's primary when the replicas have stood still for so long: another takes its
+        place, and the old one follows it.
+        """
         died = self.primary_of(cell)
         replicas = [process for port, process in self.servers.items() if not self.is_primary(port)]
         for process in replicas:
@@ -106,7 +133,9 @@ class Clustered:
         self.servers.pop(died).wait()
         for process in replicas:
             process.send_signal(signal.SIGCONT)
-        await asyncio.to_thread(wait_until, lambda: self.primary_of(cell) not in (0, died), description="another is the primary")
+        await asyncio.to_thread(
+            wait_until, lambda: self.primary_of(cell) not in (0, died), description="another is the primary"
+        )
         self.start_server(died)
 
     def move(self, cell: str) -> None:
@@ -117,7 +146,9 @@ class Clustered:
         wait_until(lambda: self.primary_of(cell) == target, description="the slot has moved")
 
     def move_by_key(self, cell: str) -> None:
-        """Move it key by key, as servers without MIGRATESLOTS do: meanwhile a part of the keys is here, and a part there."""
+        """Move it key by key, as servers without MIGRATESLOTS do: meanwhile a part of the keys is
+        here, and a part there.
+        """
         slot, begin = key_slot(f"{{{cell}}}".encode()), self.primary_of(cell)
         target = next(port for port in self.servers if port != begin and self.is_primary(port))
         ids = {port: self.id_of(port) for port in (begin, target)}

@@ -28,9 +28,15 @@ PERMANENT = {"replicas", "dead-letter"}
 # `make verify SUITE=explore` draws new ones, four times as many, and keeps what failed.
 # No property is about time: on a busy machine any example may take seconds.
 ANY_MACHINE = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow], "print_blob": True}
-settings.register_profile("fixed", settings.get_profile("default"), max_examples=DEFAULT // 4, derandomize=True, database=None, **ANY_MACHINE)
 settings.register_profile(
-    "explore", settings.get_profile("default"), derandomize=False, database=DirectoryBasedExampleDatabase(".hypothesis/examples"), **ANY_MACHINE
+    "fixed", settings.get_profile("default"), max_examples=DEFAULT // 4, derandomize=True, database=None, **ANY_MACHINE
+)
+settings.register_profile(
+    "explore",
+    settings.get_profile("default"),
+    derandomize=False,
+    database=DirectoryBasedExampleDatabase(".hypothesis/examples"),
+    **ANY_MACHINE,
 )
 settings.load_profile("fixed")
 
@@ -55,7 +61,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             chosen: Collection[int] = range(0, len(cases), sampled.args[0])
         elif (pairwise := cases[0].get_closest_marker("pairwise")) is not None:
             factors = list(cases[0].callspec.params)
-            chosen = covering([[repr(case.callspec.params[name]) for name in factors] for case in cases], [factors.index(name) for name in pairwise.args])
+            chosen = covering(
+                [[repr(case.callspec.params[name]) for name in factors] for case in cases],
+                [factors.index(name) for name in pairwise.args],
+            )
         else:
             continue
         for number in set(range(len(cases))).difference(chosen):
@@ -112,7 +121,9 @@ def demo_of_all(tmp_path_factory: pytest.TempPathFactory, redis_binary: Path | N
 
 @pytest.fixture(scope="module")
 def demo(demo_of_all: Deployment) -> Iterator[Deployment]:
-    """The demo, for a module that leaves one replica of each stage as it found them; at its end, no key may be left without a TTL."""
+    """The demo, for a module that leaves one replica of each stage as it found them; at its end, no
+    key may be left without a TTL.
+    """
     yield demo_of_all
     wait_until(lambda: not unfinished(demo_of_all), description="every request has ended")
     check_keys(demo_of_all.redis_url)
@@ -134,7 +145,13 @@ def check_keys(redis_url: str) -> None:
 def leaked_keys(redis_url: str) -> list[str]:
     with redis.Redis.from_url(redis_url) as client:
         keys = [key.decode() for key in client.keys("*")]
-        return sorted(key for key in keys if client.ttl(key) == -1 and key not in PERMANENT and not key.startswith(("requests:", "prompts:", CELERY_PREFIX)))
+        return sorted(
+            key
+            for key in keys
+            if client.ttl(key) == -1
+            and key not in PERMANENT
+            and not key.startswith(("requests:", "prompts:", CELERY_PREFIX))
+        )
 
 
 @pytest.fixture

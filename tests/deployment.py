@@ -26,7 +26,8 @@ HELD: list[socket.socket] = []  # see free_port
 
 
 def free_port() -> int:
-    """A port for a server that a test starts, which nobody else gets in the meantime: the socket that has it stays open and never listens, and SO_REUSEADDR
+    """A port for a server that a test starts, which nobody else gets in the meantime: the socket
+    that has it stays open and never listens, and SO_REUSEADDR
     lets the server, which sets it too, bind beside it."""
     holder = socket.socket()
     holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -38,7 +39,9 @@ def free_port() -> int:
 
 @dataclass
 class Deployment:
-    """Owns the processes it has started, and the clients it has made. Logs go to files in `folder`, printed when a test fails to get what it waits for."""
+    """Owns the processes it has started, and the clients it has made. Logs go to files in `folder`,
+    printed when a test fails to get what it waits for.
+    """
 
     redis_url: str
     folder: Path
@@ -47,7 +50,9 @@ class Deployment:
     processes: dict[str, forge.ForkedProcess] = field(default_factory=dict)
     ports: dict[str, int] = field(default_factory=dict)
     clients: "list[openai.OpenAI | redis.Redis]" = field(default_factory=list)
-    has_users: bool = True  # each stage is its own at a Redis with a Unix socket, which forgets them when it is started again
+    has_users: bool = (
+        True  # each stage is its own at a Redis with a Unix socket, which forgets them when it is started again
+    )
     users: set[str] = field(default_factory=set)  # that were made there
 
     def start(self, stage: str, replica_id: str | None = None, **settings: Any) -> str:
@@ -78,19 +83,28 @@ class Deployment:
         self.users = self.users or add_users(self.redis_url)
         return as_user(self.redis_url, stage) if stage in self.users else self.redis_url
 
-    def start_all(self, *, tokenizers: int = 1, samplers: int = 1, computes: int = 1, gateways: int = 1, **settings: Any) -> "Deployment":
+    def start_all(
+        self, *, tokenizers: int = 1, samplers: int = 1, computes: int = 1, gateways: int = 1, **settings: Any
+    ) -> "Deployment":
         """Start them all and wait until they are live."""
         counts = {"sampler": samplers, "tokenizer": tokenizers, "compute": computes, "gateway": gateways}
         ids = [self.start(stage, **settings) for stage, count in counts.items() for _ in range(count)]
         self.wait_live(*ids)
         for gateway in self.ports:
-            wait_until(lambda gateway=gateway: self.get("/ready", gateway).status_code == 200, description=f"{gateway} is ready")
+            wait_until(
+                lambda gateway=gateway: self.get("/ready", gateway).status_code == 200,
+                description=f"{gateway} is ready",
+            )
         return self
 
     def wait_live(self, *replica_ids: str) -> None:
         """Until these replicas are in the registry."""
         try:
-            wait_until(lambda: set(replica_ids) <= {each.replica_id for each in self.registry().replicas}, description=f"{replica_ids} live", timeout_s=180)
+            wait_until(
+                lambda: set(replica_ids) <= {each.replica_id for each in self.registry().replicas},
+                description=f"{replica_ids} live",
+                timeout_s=180,
+            )
         except AssertionError as error:
             raise AssertionError(f"{error}\n{self.logs()}") from None
 
@@ -140,14 +154,19 @@ class Deployment:
     def get(self, path: str, gateway: str | None = None) -> httpx.Response:
         try:
             return httpx.get(self.url(gateway) + path, timeout=60, trust_env=False)
-        except (httpx.NetworkError, httpx.RemoteProtocolError):  # it is not there yet, or dies in the middle of its answer
+        except (
+            httpx.NetworkError,
+            httpx.RemoteProtocolError,
+        ):  # it is not there yet, or dies in the middle of its answer
             return httpx.Response(599)
 
     def post(self, path: str, body: Any, **headers: str) -> httpx.Response:
         return httpx.post(self.url() + path, json=body, headers=headers, timeout=120, trust_env=False)
 
     def client(self, gateway: str | None = None) -> openai.OpenAI:
-        """A new client, which is closed with the deployment: one that only the garbage collector closes may warn of its socket, in whatever test runs then."""
+        """A new client, which is closed with the deployment: one that only the garbage collector
+        closes may warn of its socket, in whatever test runs then.
+        """
         client = openai.OpenAI(base_url=self.url(gateway) + "/v1", api_key="none", max_retries=0, timeout=120)
         self.clients.append(client)
         return client

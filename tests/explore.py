@@ -1,4 +1,5 @@
-"""`make verify SUITE=explore`: every property test with examples that nobody has drawn before, for as long as it is told.
+"""`make verify SUITE=explore`: every property test with examples that nobody has drawn before, for
+as long as it is told.
 
 `make test` draws the same examples every time. This program runs the files with property tests one
 after another, again and again, until the time is up. What fails is kept in `.hypothesis/`, and comes
@@ -38,10 +39,22 @@ class Report:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.explore", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.explore", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--minutes", type=float, default=10, help="how long to go on (default 10)")
-    parser.add_argument("--out", type=Path, default=Path("build/explore"), help="folder of the failing files' output (default build/explore)")
-    parser.add_argument("--seed", type=int, default=None, help="of the order of the files; the examples are drawn at random all the same")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=Path("build/explore"),
+        help="folder of the failing files' output (default build/explore)",
+    )
+    parser.add_argument(
+        "--seed",
+        type=int,
+        default=None,
+        help="of the order of the files; the examples are drawn at random all the same",
+    )
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
     report, ends_at = Report(), time.monotonic() + options.minutes * 60
@@ -61,7 +74,17 @@ def main() -> int:
 def explore(file: Path, seconds: float, out: Path, report: Report) -> bool:
     """One round of a file's property tests. False if the time ran out within it."""
     name = str(file.relative_to(ROOT))
-    command = [sys.executable, "-m", "pytest", name, "-m", "hypothesis", "--hypothesis-profile=explore", "--timeout=0", "-q"]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        name,
+        "-m",
+        "hypothesis",
+        "--hypothesis-profile=explore",
+        "--timeout=0",
+        "-q",
+    ]
     try:
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=seconds)
     except subprocess.TimeoutExpired:

@@ -1,6 +1,8 @@
-"""A Redis that fails on purpose: a proxy on a Unix socket that forwards to the real server and disturbs one write of its clients.
+"""A Redis that fails on purpose: a proxy on a Unix socket that forwards to the real server and
+disturbs one write of its clients.
 
-A write is what a client sends at once: a command, or a pipeline of them. Which one is disturbed is counted over all connections, from `arm` on:
+A write is what a client sends at once: a command, or a pipeline of them. Which one is disturbed is
+counted over all connections, from `arm` on:
 one proxy for each stage, so that the count is the stage's own. The faults:
 
     cut                     the connection breaks, and Redis has not seen the write

@@ -1,4 +1,5 @@
-"""Stages of tests, forked from a process that has imported their modules: a start takes a tenth of what an interpreter's own imports take.
+"""Stages of tests, forked from a process that has imported their modules: a start takes a tenth of
+what an interpreter's own imports take.
 
 A stage is a process as ever: `runpy` runs its `__main__`, with an environment, a log and an exit code
 of its own. What differs from `python -m` is that replicas share the seed of hash(). Chaos and
@@ -30,14 +31,21 @@ VARIABLES = {kind: f"FORGE_OF_{kind.upper()}" for kind in KINDS}  # the address 
 
 
 class ForkedProcess:
-    """The part of subprocess.Popen that tests use, for a process whose parent is another: that one tells the exit code."""
+    """The part of subprocess.Popen that tests use, for a process whose parent is another: that one
+    tells the exit code.
+    """
 
-    def __init__(self, connection: socket.socket, module: str, arguments: tuple[str, ...], environment: dict[str, str], log: Path) -> None:
+    def __init__(
+        self, connection: socket.socket, module: str, arguments: tuple[str, ...], environment: dict[str, str], log: Path
+    ) -> None:
         self.args = module
         self.returncode: int | None = None
         self._connection = connection
         self._lock = threading.Lock()  # a test may wait in one thread, and look in another
-        connection.sendall(json.dumps({"module": module, "arguments": arguments, "environment": environment, "log": str(log)}).encode() + b"\n")
+        connection.sendall(
+            json.dumps({"module": module, "arguments": arguments, "environment": environment, "log": str(log)}).encode()
+            + b"\n"
+        )
         self.pid = int(self._line())
 
     def _line(self) -> bytes:
@@ -91,14 +99,18 @@ def start(module: str, environment: dict[str, str], log: Path, *arguments: str) 
 def refused(module: str, folder: Path, **settings: str) -> str:
     """The output of a stage that does not start with these settings. It must end with exit code 2."""
     log = folder / "refused.log"
-    process = start(module, {**os.environ, **{f"PENSTOCK_{name.upper()}": value for name, value in settings.items()}}, log)
+    process = start(
+        module, {**os.environ, **{f"PENSTOCK_{name.upper()}": value for name, value in settings.items()}}, log
+    )
     assert process.wait(120) == 2, log.read_text()
     return log.read_text()
 
 
 @cache
 def forge(kind: str) -> str:
-    """The address of the process that forks stages of this kind: of one that is there, or of a new one, which ends with this process."""
+    """The address of the process that forks stages of this kind: of one that is there, or of a new
+    one, which ends with this process.
+    """
     if address := os.environ.get(VARIABLES[kind]):
         return address
     folder = tempfile.TemporaryDirectory(prefix="forge-")
@@ -108,8 +120,10 @@ def forge(kind: str) -> str:
         listener.listen(64)
         process = subprocess.Popen(
             [sys.executable, "-m", "tests.forge", kind, str(listener.fileno())],
-            pass_fds=[listener.fileno()], stdin=subprocess.PIPE, env={**os.environ, "OMP_NUM_THREADS": "1"},
-        )  # fmt: skip
+            pass_fds=[listener.fileno()],
+            stdin=subprocess.PIPE,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
 
     def stop() -> None:
         process.communicate()  # closes its input
@@ -148,7 +162,9 @@ def preload(kind: str) -> None:
 
 
 def next_request(listener: socket.socket) -> dict[str, Any]:
-    """Fork for each connection. Returns in the new process only, with what it is to run. The forge ends with its standard input."""
+    """Fork for each connection. Returns in the new process only, with what it is to run. The forge
+    ends with its standard input.
+    """
     while True:
         if sys.stdin in select.select([listener, sys.stdin], [], [])[0]:
             sys.exit()

@@ -1,6 +1,8 @@
-"""A way to Redis whose replies get lost: a proxy on a Unix socket whose connections become half open, as behind a firewall that forgets them.
+"""A way to Redis whose replies get lost: a proxy on a Unix socket whose connections become half
+open, as behind a firewall that forgets them.
 
-What a client sends still arrives, and Redis does it; nothing comes back on that connection ever again, and nobody closes it.
+What a client sends still arrives, and Redis does it; nothing comes back on that connection ever
+again, and nobody closes it.
 """
 
 import contextlib

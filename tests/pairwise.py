@@ -16,7 +16,8 @@ def values_of(case: Case, once: Collection[int] = ()) -> set[Values]:
 def covering(cases: Sequence[Case], once: Collection[int] = ()) -> list[int]:
     """The numbers of cases, in ascending order, that have all that `values_of` finds in any of `cases`.
 
-    Greedy, as in D. Cohen et al., "The AETG System" (1997): the next is the first case of those that add the most. So the choice depends on the cases and their
+    Greedy, as in D. Cohen et al., "The AETG System" (1997): the next is the first case of those
+    that add the most. So the choice depends on the cases and their
     order alone.
     """
     missing = [values_of(case, once) for case in cases]

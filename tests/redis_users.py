@@ -1,4 +1,6 @@
-"""The users of deploy/redis/users.acl on a server of a test: each stage of a Deployment is one of them, so a command that its user may not give ends it."""
+"""The users of deploy/redis/users.acl on a server of a test: each stage of a Deployment is one of
+them, so a command that its user may not give ends it.
+"""
 
 import re
 from collections.abc import Iterator
@@ -9,12 +11,29 @@ import redis
 
 ACL = Path(__file__).parent.parent / "deploy/redis/users.acl"
 
-# Of the categories whose commands reach beyond their own connection and keys, all that a user may give. What is about a connection alone, whoever may have it
+# Of the categories whose commands reach beyond their own connection and keys, all that a user may
+# give. What is about a connection alone, whoever may have it
 RISKY = ("admin", "connection", "dangerous", "pubsub", "scripting")
 OWN_CONNECTION = {
-    "auth", "client|capa", "client|getname", "client|getredir", "client|help", "client|id", "client|import-source", "client|info", "client|no-touch",
-    "client|reply", "client|setinfo", "client|setname", "client|trackinginfo", "hello", "ping", "quit", "reset", "select",
-}  # fmt: skip
+    "auth",
+    "client|capa",
+    "client|getname",
+    "client|getredir",
+    "client|help",
+    "client|id",
+    "client|import-source",
+    "client|info",
+    "client|no-touch",
+    "client|reply",
+    "client|setinfo",
+    "client|setname",
+    "client|trackinginfo",
+    "hello",
+    "ping",
+    "quit",
+    "reset",
+    "select",
+}
 SCRIPTS = {"eval", "evalsha"}
 MAY = {
     "gateway": SCRIPTS | {"bgrewriteaof", "info"},
@@ -24,9 +43,16 @@ MAY = {
     "encoder": SCRIPTS,
     "jobs": SCRIPTS | {"info", "script|load"},
     "keda": {
-        "command|count", "command|docs", "command|getkeys", "command|getkeysandflags", "command|help", "command|info", "command|list", "info",
+        "command|count",
+        "command|docs",
+        "command|getkeys",
+        "command|getkeysandflags",
+        "command|help",
+        "command|info",
+        "command|list",
+        "info",
     },
-}  # fmt: skip
+}
 
 
 def rules_by_user() -> Iterator[tuple[str, list[str]]]:
@@ -62,5 +88,11 @@ def risky_commands(client: Any) -> dict[str, list[str]]:
     with redis.Redis(connection_pool=client.connection_pool) as raw:
         raw.response_callbacks.pop("COMMAND", None)
         found = {name: raw.execute_command("COMMAND", "INFO", name)[0] for name in names}
-    arguments = {name: [*name.split("|"), *["x"] * (abs(info[1]) - len(name.split("|")))] for name, info in found.items()}
-    return {name: each for name, each in sorted(arguments.items()) if not any(other.startswith(f"{name}|") for other in names)}
+    arguments = {
+        name: [*name.split("|"), *["x"] * (abs(info[1]) - len(name.split("|")))] for name, info in found.items()
+    }
+    return {
+        name: each
+        for name, each in sorted(arguments.items())
+        if not any(other.startswith(f"{name}|") for other in names)
+    }

@@ -42,7 +42,9 @@ class Guarded:
         self.start_server(primary)
         for port in replicas:
             self.start_server(port, primary)
-        wait_until(lambda: self.num_replicas(primary) == 2, description="the primary has two replicas")  # Sentinels look for more every 10 s only
+        wait_until(
+            lambda: self.num_replicas(primary) == 2, description="the primary has two replicas"
+        )  # Sentinels look for more every 10 s only
         for port in [free_port() for _ in range(3)]:
             file = self.folder / f"sentinel-{port}.conf"
             file.write_text(CONFIGURATION.format(port=port, folder=self.folder, service=SERVICE, primary=primary))
@@ -53,9 +55,19 @@ class Guarded:
         """Start a server, or start it again with its data."""
         folder = self.folder / str(port)
         folder.mkdir(exist_ok=True)
-        options = {"port": port, "bind": "127.0.0.1", "dir": folder, "appendonly": "yes", "save": "", "logfile": folder / "log", "repl-diskless-sync-delay": 0}
+        options = {
+            "port": port,
+            "bind": "127.0.0.1",
+            "dir": folder,
+            "appendonly": "yes",
+            "save": "",
+            "logfile": folder / "log",
+            "repl-diskless-sync-delay": 0,
+        }
         own = [word for name, value in options.items() for word in (f"--{name}", str(value))]
-        self.servers[port] = self._run(*own, *(["--replicaof", "127.0.0.1", str(primary)] if primary is not None else []))
+        self.servers[port] = self._run(
+            *own, *(["--replicaof", "127.0.0.1", str(primary)] if primary is not None else [])
+        )
 
     def is_whole(self) -> bool:
         with suppress(redis.RedisError):
@@ -70,7 +82,11 @@ class Guarded:
     def num_replicas(self, port: int) -> int:
         """That follow the server at the port."""
         with suppress(redis.ConnectionError), redis.Redis(port=port) as client:
-            return sum(each["state"] == "online" for name, each in client.info("replication").items() if name.startswith("slave"))
+            return sum(
+                each["state"] == "online"
+                for name, each in client.info("replication").items()
+                if name.startswith("slave")
+            )
         return 0
 
     def primary(self) -> int:
@@ -92,7 +108,9 @@ class Guarded:
         return port
 
     async def fail_over(self, lag_s: float) -> None:
-        """Kill the primary when its replicas have stood still for so long: another takes its place, and the old one follows it."""
+        """Kill the primary when its replicas have stood still for so long: another takes its place,
+        and the old one follows it.
+        """
         self.signal_replicas(signal.SIGSTOP)
         await asyncio.sleep(lag_s)
         died = self.kill_primary()

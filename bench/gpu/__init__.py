@@ -1,1 +1,3 @@
-"""Checks the CUDA backend and measures it, on this machine's GPU; without one, as far as Triton's interpreter can tell."""
+"""Checks the CUDA backend and measures it, on this machine's GPU; without one, as far as Triton's
+interpreter can tell.
+"""

@@ -18,9 +18,18 @@ from services.compute.backends.torch.reference import write_kv as write_referenc
 
 
 def exact_attention(
-    heads: Heads, q: Tensor, k: Tensor, v: Tensor, window: int | None, scores_of: Scores, sinks: Tensor | None, last_seen: Tensor | None = None
-) -> Tensor:  # fmt: skip
-    """In float64, causal. q: [n, heads, d]; k, v: [n, kv_heads, d]; sinks: [heads]; last_seen: [n], the last that each sees. Returns [n, heads * d]."""
+    heads: Heads,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    window: int | None,
+    scores_of: Scores,
+    sinks: Tensor | None,
+    last_seen: Tensor | None = None,
+) -> Tensor:
+    """In float64, causal. q: [n, heads, d]; k, v: [n, kv_heads, d]; sinks: [heads]; last_seen: [n],
+    the last that each sees. Returns [n, heads * d].
+    """
     here = slice(heads.num_before, heads.num_before + heads.num_heads)
     k, v = (each.double().repeat_interleave(heads.sharing, 1)[:, here] for each in (k, v))
     scores = torch.einsum("nhd,chd->hnc", q.double(), k) * scores_of.scale
@@ -51,13 +60,18 @@ class AttentionCase:
         own = self.heads
         elsewhere = f", of {own.num_kv_heads * own.sharing} from {own.num_before} on" if own.per_kv_head else ""
         heads = f"{own.num_heads} / {own.num_kv_heads} heads of {own.head_dim}{elsewhere}"
-        more = [f"window {self.window}" if self.window else "", "cap" if self.scores and self.scores.cap else "", f"{self.norm} norm" if self.norm else ""]
+        more = [
+            f"window {self.window}" if self.window else "",
+            "cap" if self.scores and self.scores.cap else "",
+            f"{self.norm} norm" if self.norm else "",
+        ]
         more += ["sinks"] if self.has_sinks else []
         return ", ".join([heads, f"contexts {list(self.contexts)}", *filter(None, more)])
 
 
 def check_attention(backend: CudaBackend, case: AttentionCase) -> Check:
-    """The prompts in one step, with no number in what is not written yet; then the same in two, the second with single tokens among chunks. In float64 over
+    """The prompts in one step, with no number in what is not written yet; then the same in two, the
+    second with single tokens among chunks. In float64 over
     the keys and values that the definition writes."""
     dtype, device, heads = backend.dtype, backend.device, case.heads
     dim, num_kv_heads = heads.head_dim, heads.num_kv_heads
@@ -70,7 +84,10 @@ def check_attention(backend: CudaBackend, case: AttentionCase) -> Check:
     tables = [tuple(blocks.pop() for _ in range(count)) for count in counts]
     width = (heads.num_heads + 2 * num_kv_heads) * dim
     prompts = [randn(context, width, seed=10 + number).to(dtype) for number, context in enumerate(case.contexts)]
-    norms = [(1 + randn(dim * (count if case.norm == "joint" else 1), seed=count, scale=0.1)).to(dtype) for count in (heads.num_heads, num_kv_heads + 20)]
+    norms = [
+        (1 + randn(dim * (count if case.norm == "joint" else 1), seed=count, scale=0.1)).to(dtype)
+        for count in (heads.num_heads, num_kv_heads + 20)
+    ]
     if case.norm == "joint":
         norms[1] = norms[1][: dim * num_kv_heads]
     inv_freq = 1e4 ** -(torch.arange(0, rotary_dim, 2).float() / rotary_dim)
@@ -79,11 +96,18 @@ def check_attention(backend: CudaBackend, case: AttentionCase) -> Check:
         """One step of (sequence, first, last) tokens. Returns what each gets."""
         positions = torch.cat([torch.arange(first, last) for _, first, last in spans])
         angles = positions[:, None].float() * inv_freq
-        slots = [tables[number][at // BLOCK_SIZE] * BLOCK_SIZE + at % BLOCK_SIZE for number, first, last in spans for at in range(first, last)]
+        slots = [
+            tables[number][at // BLOCK_SIZE] * BLOCK_SIZE + at % BLOCK_SIZE
+            for number, first, last in spans
+            for at in range(first, last)
+        ]
         inputs = AttentionInputs(
-            [last - first for _, first, last in spans], [last for _, _, last in spans], [tables[number] for number, _, _ in spans],
-            backend.buffers.fill("slots", slots), ((angles.cos().to(device), angles.sin().to(device)),),
-        )  # fmt: skip
+            [last - first for _, first, last in spans],
+            [last for _, _, last in spans],
+            [tables[number] for number, _, _ in spans],
+            backend.buffers.fill("slots", slots),
+            ((angles.cos().to(device), angles.sin().to(device)),),
+        )
         plan = attention.plan(inputs, BLOCK_SIZE)
         backend.buffers.upload()
         qkv = torch.cat([prompts[number][first:last] for number, first, last in spans]).to(device)
@@ -95,15 +119,27 @@ def check_attention(backend: CudaBackend, case: AttentionCase) -> Check:
     for kv in caches:
         kv.fill_(-1 if case.kv_group else torch.nan)  # as float16, the bytes of -1 are NaN
     whole = run(caches[0], [(number, 0, context) for number, context in enumerate(case.contexts)])
-    firsts = [(number, 0, context - last) for number, (context, last) in enumerate(zip(case.contexts, case.last, strict=True)) if context > last]
+    firsts = [
+        (number, 0, context - last)
+        for number, (context, last) in enumerate(zip(case.contexts, case.last, strict=True))
+        if context > last
+    ]
     begun = dict(zip([number for number, _, _ in firsts], run(caches[1], firsts), strict=True)) if firsts else {}
-    ended = run(caches[1], [(number, context - last, context) for number, (context, last) in enumerate(zip(case.contexts, case.last, strict=True))])
+    ended = run(
+        caches[1],
+        [
+            (number, context - last, context)
+            for number, (context, last) in enumerate(zip(case.contexts, case.last, strict=True))
+        ],
+    )
     is_same = torch.equal(caches[0].view(torch.uint8), caches[1].view(torch.uint8))
     errors = []
     for number, prompt in enumerate(prompts):
         parts = [begun[number], ended[number]] if number in begun else [ended[number]]
         is_same &= torch.equal(torch.cat(parts), whole[number])
-        q, k, v = prompt.view(len(prompt), -1, dim).split_with_sizes([heads.num_heads, num_kv_heads, num_kv_heads], dim=1)
+        q, k, v = prompt.view(len(prompt), -1, dim).split_with_sizes(
+            [heads.num_heads, num_kv_heads, num_kv_heads], dim=1
+        )
         if case.norm:
             q, k = norm_heads(q, norms[0], EPS), norm_heads(k, norms[1], EPS)
         angles = (torch.arange(len(prompt))[:, None].float() * inv_freq)[:, None]
@@ -112,14 +148,17 @@ def check_attention(backend: CudaBackend, case: AttentionCase) -> Check:
         cache = torch.zeros((2, 1, num_kv_heads, len(prompt), row), dtype=torch.uint8 if case.kv_group else dtype)
         write_reference(cache, k, v, torch.arange(len(prompt)))
         k, v = (read_kv(cache[which, 0], dim, dtype).transpose(0, 1) for which in (0, 1))
-        errors.append(relative_error(whole[number], exact_attention(heads, q, k, v, case.window, attention.scores, sinks)))
+        errors.append(
+            relative_error(whole[number], exact_attention(heads, q, k, v, case.window, attention.scores, sinks))
+        )
     bound = 2e-5 if dtype == torch.float32 and not case.kv_group else 6e-3
     types = name_of(dtype) + (f", KV int8 in groups of {case.kv_group}" if case.kv_group else "")
     return Check("attention", types, str(case), max(errors), bound, is_same)
 
 
 def check_holes(backend: CudaBackend, heads: Heads, lens: tuple[int, ...], last: int, kv_group: int = 0) -> Check:
-    """The last tokens of a sequence whose blocks before the last are tokens in part, with no number in the holes; and each of them alone. In float64 over the
+    """The last tokens of a sequence whose blocks before the last are tokens in part, with no number
+    in the holes; and each of them alone. In float64 over the
     keys and values that the definition writes."""
     dtype, device, dim, num_kv_heads = backend.dtype, backend.device, heads.head_dim, heads.num_kv_heads
     attention, context = backend.make_attention(heads), len(lens) * BLOCK_SIZE
@@ -129,27 +168,43 @@ def check_holes(backend: CudaBackend, heads: Heads, lens: tuple[int, ...], last:
     kv = backend.make_kv_layer(len(lens), BLOCK_SIZE, num_kv_heads, dim, group=kv_group)
     kv.fill_(-1 if kv_group else torch.nan)
 
-    def run(first: int, end: int, lengths: list[int], ends: list[int], tables: list[tuple[int, ...]], block_lens: list[tuple[int, ...]] | None) -> Tensor:
+    def run(
+        first: int,
+        end: int,
+        lengths: list[int],
+        ends: list[int],
+        tables: list[tuple[int, ...]],
+        block_lens: list[tuple[int, ...]] | None,
+    ) -> Tensor:
         still = (torch.ones(end - first, dim // 2, device=device), torch.zeros(end - first, dim // 2, device=device))
-        inputs = AttentionInputs(lengths, ends, tables, backend.buffers.fill("slots", slots[first:end]), (still,), block_lens)
+        inputs = AttentionInputs(
+            lengths, ends, tables, backend.buffers.fill("slots", slots[first:end]), (still,), block_lens
+        )
         plan = attention.plan(inputs, BLOCK_SIZE)
         backend.buffers.upload()
         return attention(prompt[first:end].to(device), kv, plan, window=None, norms=(None, None), eps=EPS).clone().cpu()
 
     begun = len(slots) - last
-    run(0, begun, [1] * begun, [1] * begun, [(slot // BLOCK_SIZE,) for slot in slots[:begun]], None)  # each writes its own
+    run(
+        0, begun, [1] * begun, [1] * begun, [(slot // BLOCK_SIZE,) for slot in slots[:begun]], None
+    )  # each writes its own
     found = run(begun, len(slots), [last], [context], [table], [lens])
     alone = [run(begun + at, begun + at + 1, [1], [context - last + at + 1], [table], [lens]) for at in range(last)]
     q, k, v = written(prompt, heads, kv_group, dtype)
     expected = exact_attention(heads, q, k, v, None, attention.scores, None)[begun:]
     bound = 2e-5 if dtype == torch.float32 and not kv_group else 6e-3
     types = name_of(dtype) + (f", KV int8 in groups of {kv_group}" if kv_group else "")
-    case = f"{heads.num_heads} / {num_kv_heads} heads of {dim}, {len(lens)} blocks of which {sum(each < BLOCK_SIZE for each in lens)} have holes"
+    case = (
+        f"{heads.num_heads} / {num_kv_heads} heads of {dim}, {len(lens)} blocks of which "
+        f"{sum(each < BLOCK_SIZE for each in lens)} have holes"
+    )
     return Check("attention", types, case, relative_error(found, expected), bound, torch.equal(torch.cat(alone), found))
 
 
 def check_spans(backend: Backend, heads: Heads, window: int | None, kv_group: int = 0) -> Check:
-    """Tokens of which some see all of a span that ends behind them: an image's. In one step, and in one for each span and for what is between them."""
+    """Tokens of which some see all of a span that ends behind them: an image's. In one step, and in
+    one for each span and for what is between them.
+    """
     dtype, device, dim, num_kv_heads = backend.dtype, backend.device, heads.head_dim, heads.num_kv_heads
     attention, spans, context = backend.make_attention(heads), [(5, 21), (40, 105), (105, 110)], 130
     last_seen = list(range(context))
@@ -163,11 +218,26 @@ def check_spans(backend: Backend, heads: Heads, window: int | None, kv_group: in
         kv = backend.make_kv_layer(len(table), BLOCK_SIZE, num_kv_heads, dim, group=kv_group)
         parts = []
         for first, end in pairwise(borders):
-            still = (torch.ones(end - first, dim // 2, device=device), torch.zeros(end - first, dim // 2, device=device))
-            inputs = AttentionInputs([end - first], [end], [table], backend.buffers.fill("slots", slots[first:end]), (still,), None, last_seen[first:end])
+            still = (
+                torch.ones(end - first, dim // 2, device=device),
+                torch.zeros(end - first, dim // 2, device=device),
+            )
+            inputs = AttentionInputs(
+                [end - first],
+                [end],
+                [table],
+                backend.buffers.fill("slots", slots[first:end]),
+                (still,),
+                None,
+                last_seen[first:end],
+            )
             plan = attention.plan(inputs, BLOCK_SIZE)
             backend.buffers.upload()
-            parts.append(attention(prompt[first:end].to(device), kv, plan, window=window, norms=(None, None), eps=EPS).clone().cpu())
+            parts.append(
+                attention(prompt[first:end].to(device), kv, plan, window=window, norms=(None, None), eps=EPS)
+                .clone()
+                .cpu()
+            )
         return torch.cat(parts)
 
     found = run([0, context])
@@ -181,7 +251,9 @@ def check_spans(backend: Backend, heads: Heads, window: int | None, kv_group: in
 
 
 def written(prompt: Tensor, heads: Heads, kv_group: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """q, and k and v as the definition writes them to a cache: [n, heads, d] each. prompt: [n, (heads + 2 kv_heads) * d]."""
+    """q, and k and v as the definition writes them to a cache: [n, heads, d] each. prompt: [n,
+    (heads + 2 kv_heads) * d].
+    """
     dim, num_kv_heads = heads.head_dim, heads.num_kv_heads
     q, k, v = prompt.view(len(prompt), -1, dim).split_with_sizes([heads.num_heads, num_kv_heads, num_kv_heads], dim=1)
     row = kv_row_size(dim, kv_group) if kv_group else dim
@@ -220,4 +292,11 @@ def attention_checks(backend: CudaBackend, *, on_device: bool) -> Iterator[parti
     for group in (0, 8) if backend.dtype != torch.float32 else (0,):
         for last in (1, 40):
             yield partial(check_spans, backend, Heads(8, 2, 64), 50 if last > 1 else None, group)
-            yield partial(check_holes, backend, Heads(32, 8, 128), (*[16, 3, 16, 1, 7, 16] * (20 if on_device else 1), 16, 16, 16), last, group)
+            yield partial(
+                check_holes,
+                backend,
+                Heads(32, 8, 128),
+                (*[16, 3, 16, 1, 7, 16] * (20 if on_device else 1), 16, 16, 16),
+                last,
+                group,
+            )

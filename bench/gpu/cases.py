@@ -1,4 +1,6 @@
-"""The cases that are checked and measured, in the order of its worth: first whether it is right, then how fast. Each case stands by itself."""
+"""The cases that are checked and measured, in the order of its worth: first whether it is right,
+then how fast. Each case stands by itself.
+"""
 
 import gc
 from collections.abc import Callable, Iterable, Iterator
@@ -14,7 +16,16 @@ from bench.gpu.journal import Found, Journal
 from bench.gpu.kernels import FORMS, VENDORS, kernel_checks
 from bench.gpu.models import DRAWS, check_flight, check_model
 from bench.gpu.recordings import check_recordings
-from bench.gpu.speed import Ceilings, Served, layer_shapes, measure_attention, measure_ceilings, measure_linears, measure_steps, serve_trace
+from bench.gpu.speed import (
+    Ceilings,
+    Served,
+    layer_shapes,
+    measure_attention,
+    measure_ceilings,
+    measure_linears,
+    measure_steps,
+    serve_trace,
+)
 from services.compute.backends.cuda.backend import CudaBackend
 from services.compute.backends.cuda.linear import FEW_ROWS
 from services.compute.backends.torch.backend import TorchBackend
@@ -25,7 +36,14 @@ PARTS = ("kernels", "models", "ceilings", "layers", "steps", "trace", "pipeline"
 CHECKED = ("kernels", "models")  # what a CPU can, in Triton's interpreter
 STREAMS = [1, 8, 64]
 BATCHES = [1, 2, 4, 8, 16, 32, 64, 128, 256]
-MODES = (("none", 0), ("none", 8), ("w8a8", 0), ("w4", 0), ("nf4", 0), ("fp8", 0))  # quantization, and an int8 cache's groups; tiny's heads have 16 dimensions
+MODES = (
+    ("none", 0),
+    ("none", 8),
+    ("w8a8", 0),
+    ("w4", 0),
+    ("nf4", 0),
+    ("fp8", 0),
+)  # quantization, and an int8 cache's groups; tiny's heads have 16 dimensions
 LIMIT_S = 300.0  # of a case, its kernels' compilation included
 PIPELINE_LIMIT_S = 1800.0
 
@@ -62,7 +80,12 @@ def make_cases(wanted: Wanted, journal: Journal, folder: Path) -> Iterator[Case]
         "layers": lambda: measure_layers(narrow, shapes, modes),
         "steps": lambda: measure_all_steps(narrow, shapes, modes, journal),
         "trace": lambda: serve_traces(narrow, shapes, wanted.requests),
-        "pipeline": lambda: iter([Case("pipeline", f"pipeline, {each}", partial(pipeline_cost, each, folder), PIPELINE_LIMIT_S) for each in shapes[-1:]]),
+        "pipeline": lambda: iter(
+            [
+                Case("pipeline", f"pipeline, {each}", partial(pipeline_cost, each, folder), PIPELINE_LIMIT_S)
+                for each in shapes[-1:]
+            ]
+        ),
     }
     for part in PARTS:
         if part in wanted.parts and (part in CHECKED or not wanted.is_interpreted):
@@ -70,9 +93,15 @@ def make_cases(wanted: Wanted, journal: Journal, folder: Path) -> Iterator[Case]
 
 
 def check_kernels(backends: list[CudaBackend], *, is_interpreted: bool) -> Iterator[Case]:
-    for number, check in enumerate((*kernel_checks(backends, on_device=not is_interpreted), *expert_checks(backends, on_device=not is_interpreted))):
+    for number, check in enumerate(
+        (*kernel_checks(backends, on_device=not is_interpreted), *expert_checks(backends, on_device=not is_interpreted))
+    ):
         what = ", ".join(str(each) for each in check.args if not isinstance(each, CudaBackend))
-        yield Case("kernels", f"kernel {number}: {check.func.__name__}, {dtype_of(check.args[0])}, {what}", lambda check=check: [check()])  # type: ignore[misc]
+        yield Case(
+            "kernels",
+            f"kernel {number}: {check.func.__name__}, {dtype_of(check.args[0])}, {what}",
+            lambda check=check: [check()],  # type: ignore[misc]
+        )
 
 
 def expert_checks(backends: list[CudaBackend], *, on_device: bool) -> Iterator[partial[Check]]:
@@ -87,7 +116,9 @@ def dtype_of(backend: CudaBackend) -> str:
     return str(backend.dtype).removeprefix("torch.")
 
 
-def check_models(narrow: CudaBackend, half: CudaBackend, wide: CudaBackend, folder: Path, *, is_interpreted: bool) -> Iterator[Case]:
+def check_models(
+    narrow: CudaBackend, half: CudaBackend, wide: CudaBackend, folder: Path, *, is_interpreted: bool
+) -> Iterator[Case]:
     lengths, num_tokens = ((5, 21, 40), 4) if is_interpreted else ((5, 21, 40, 600, 90, 17, 33), 32)
 
     @cache
@@ -96,9 +127,21 @@ def check_models(narrow: CudaBackend, half: CudaBackend, wide: CudaBackend, fold
         return folder / "tiny"
 
     def run(backend: CudaBackend, mode: str, group: int, reference: TorchBackend | None) -> list[Found]:
-        return [check_model(tiny(), backend, quantization=mode, kv_group=group, lengths=lengths, num_tokens=num_tokens, reference=reference)]
+        return [
+            check_model(
+                tiny(),
+                backend,
+                quantization=mode,
+                kv_group=group,
+                lengths=lengths,
+                num_tokens=num_tokens,
+                reference=reference,
+            )
+        ]
 
-    yield Case("models", "model, float32, beside torch", lambda: run(wide, "none", 0, TorchBackend(torch.float32, wide.device)))
+    yield Case(
+        "models", "model, float32, beside torch", lambda: run(wide, "none", 0, TorchBackend(torch.float32, wide.device))
+    )
     for mode, group in MODES:
         if mode != "fp8" or narrow.has_float8:
             yield Case("models", f"model, {mode}, KV in groups of {group}", partial(run, narrow, mode, group, None))
@@ -106,8 +149,10 @@ def check_models(narrow: CudaBackend, half: CudaBackend, wide: CudaBackend, fold
         yield Case("models", f"model, float16, {mode}, KV in groups of {group}", partial(run, half, mode, group, None))
     if not is_interpreted:
         yield Case(
-            "models", "recordings", lambda: [check_recordings(tiny(), narrow, max_num_seqs=256, max_batched_tokens=2048, longest=4000)]
-        )  # fmt: skip
+            "models",
+            "recordings",
+            lambda: [check_recordings(tiny(), narrow, max_num_seqs=256, max_batched_tokens=2048, longest=4000)],
+        )
     few = {"lengths": lengths[:1] if is_interpreted else lengths, "draws": DRAWS[:2] if is_interpreted else DRAWS}
     yield Case("models", "a step in flight", lambda: [check_flight(tiny(), narrow, **few)])  # type: ignore[arg-type]
 
@@ -116,7 +161,11 @@ def measure_layers(backend: CudaBackend, shapes: list[str], modes: list[str]) ->
     for shape in shapes:
         for mode in modes:
             for layer in layer_shapes(SHAPES[shape]):
-                yield Case("layers", f"layer, {shape}, {mode}, {layer}", partial(measure_linears, backend, shape, layer, mode, [1, 32, 256, 2048]))
+                yield Case(
+                    "layers",
+                    f"layer, {shape}, {mode}, {layer}",
+                    partial(measure_linears, backend, shape, layer, mode, [1, 32, 256, 2048]),
+                )
         yield Case("layers", f"attention, {shape}", partial(measure_attention, backend, shape, [1, 32, 256]))
     for mode in modes:
         yield Case("layers", f"experts, {mode}", partial(measure_experts, backend, mode, [1, 32, 256, 2048]))

@@ -28,7 +28,9 @@ def randn(*shape: int, seed: int, scale: float = 1.0) -> Tensor:
 
 
 def relative_error(found: Tensor, expected: Tensor) -> float:
-    return float((found.double().cpu() - expected.double().cpu()).norm() / expected.double().cpu().norm().clamp(min=1e-30))
+    return float(
+        (found.double().cpu() - expected.double().cpu()).norm() / expected.double().cpu().norm().clamp(min=1e-30)
+    )
 
 
 def name_of(dtype: torch.dtype) -> str:

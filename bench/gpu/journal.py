@@ -1,4 +1,6 @@
-"""The journal of a run, on disk as it comes: a run that is killed leaves what it had, and the next one goes on from there."""
+"""The journal of a run, on disk as it comes: a run that is killed leaves what it had, and the next
+one goes on from there.
+"""
 
 import json
 import os
@@ -15,7 +17,10 @@ from bench.gpu.speed import Ceilings, KernelTime, Served, StepTime
 from shared.process.errors import StartupError
 
 Found = Check | ModelCheck | FlightCheck | RecordingCheck | Ceilings | KernelTime | StepTime | Served
-KINDS: dict[str, type[Found]] = {each.__name__: each for each in (Check, ModelCheck, FlightCheck, RecordingCheck, Ceilings, KernelTime, StepTime, Served)}
+KINDS: dict[str, type[Found]] = {
+    each.__name__: each
+    for each in (Check, ModelCheck, FlightCheck, RecordingCheck, Ceilings, KernelTime, StepTime, Served)
+}
 DID_NOT_END = "it did not end: its process died, or was killed"
 
 
@@ -44,7 +49,9 @@ class Journal:
     """A file of JSON, whole at all times."""
 
     def __init__(self, path: Path, on: dict[str, str], run: str) -> None:
-        """on: device and versions; run: of this start of the benchmark, however many processes it takes. Raises StartupError where the file is of others."""
+        """on: device and versions; run: of this start of the benchmark, however many processes it
+        takes. Raises StartupError where the file is of others.
+        """
         self.path = path
         self.on = on
         self.run = run
@@ -56,7 +63,9 @@ class Journal:
             except (ValueError, KeyError, TypeError) as error:
                 raise StartupError(f"{path} is no file of this benchmark ({error!r}): choose another --out") from None
             if known != on:
-                raise StartupError(f"{path} is of {' '.join(known.values())}, this is {' '.join(on.values())}: choose another --out")
+                raise StartupError(
+                    f"{path} is of {' '.join(known.values())}, this is {' '.join(on.values())}: choose another --out"
+                )
             self.entries = {each.name: each for each in entries}
 
     def is_settled(self, name: str) -> bool:
@@ -93,4 +102,7 @@ class Journal:
         return [each for each in self.entries.values() if each.run == self.run]
 
     def write(self) -> None:
-        replace_text(self.path, json.dumps({"on": self.on, "cases": [asdict(each) for each in self.entries.values()]}, indent=1) + "\n")
+        replace_text(
+            self.path,
+            json.dumps({"on": self.on, "cases": [asdict(each) for each in self.entries.values()]}, indent=1) + "\n",
+        )

@@ -1,4 +1,6 @@
-"""Whole models on the CUDA backend: their tokens against the torch backend's, and a sequence's bits alone, in company, and in chunks."""
+"""Whole models on the CUDA backend: their tokens against the torch backend's, and a sequence's bits
+alone, in company, and in chunks.
+"""
 
 import json
 from collections.abc import Iterator
@@ -48,14 +50,27 @@ class LoadedModel:
 
     def make_runner(self, num_blocks: int) -> ModelRunner:
         """With a cache of its own, in blocks of 16 tokens."""
-        return ModelRunner(self.model, KVCache(self.model.config, self.backend, num_blocks=num_blocks, block_size=16, group=self.kv_group))
+        return ModelRunner(
+            self.model,
+            KVCache(self.model.config, self.backend, num_blocks=num_blocks, block_size=16, group=self.kv_group),
+        )
 
-    def answer(self, prompts: list[list[int]], num_tokens: int, *, max_batched_tokens: int = 512, num_blocks: int = 256) -> list[Answer]:
+    def answer(
+        self, prompts: list[list[int]], num_tokens: int, *, max_batched_tokens: int = 512, num_blocks: int = 256
+    ) -> list[Answer]:
         """The most likely continuations."""
         runner, blocks = self.make_runner(num_blocks), BlockManager(num_blocks, 16)
-        scheduler = Scheduler(blocks, make_admission("predicted", blocks), max_num_seqs=len(prompts), max_batched_tokens=max_batched_tokens)
+        scheduler = Scheduler(
+            blocks,
+            make_admission("predicted", blocks),
+            max_num_seqs=len(prompts),
+            max_batched_tokens=max_batched_tokens,
+        )
         params = SamplingParams(max_tokens=num_tokens)
-        sequences = [Sequence(Request(number, str(number), params), Tokens(list(prompt))) for number, prompt in enumerate(prompts)]
+        sequences = [
+            Sequence(Request(number, str(number), params), Tokens(list(prompt)))
+            for number, prompt in enumerate(prompts)
+        ]
         logits: dict[int, list[Tensor]] = {sequence.handle: [] for sequence in sequences}
         for sequence in sequences:
             scheduler.add(sequence)
@@ -67,7 +82,9 @@ class LoadedModel:
 
         while scheduler.num_unfinished:
             run_step(scheduler, decide)
-        return [Answer(each.tokens.ids[each.tokens.num_prompt :], torch.stack(logits[each.handle])) for each in sequences]
+        return [
+            Answer(each.tokens.ids[each.tokens.num_prompt :], torch.stack(logits[each.handle])) for each in sequences
+        ]
 
 
 def make_prompts(vocab_size: int, lengths: tuple[int, ...]) -> list[list[int]]:
@@ -77,11 +94,15 @@ def make_prompts(vocab_size: int, lengths: tuple[int, ...]) -> list[list[int]]:
 
 @dataclass(frozen=True, slots=True)
 class FlightCheck:
-    """The same requests with a step in flight and without: greedy ones, drawn ones, and some whose logits are edited."""
+    """The same requests with a step in flight and without: greedy ones, drawn ones, and some whose
+    logits are edited.
+    """
 
     mode: str
     num_tokens: int
-    num_surplus: int  # rows that were computed for nothing: one for each end that only a token tells, and each draw that the host draws otherwise
+    # rows that were computed for nothing: one for each end that only a token tells, and each draw
+    # that the host draws otherwise
+    num_surplus: int
     are_tokens_equal: bool
 
     @property
@@ -102,12 +123,17 @@ class ModelCheck:
 
 
 DRAWS = (
-    SamplingParams(max_tokens=6, temperature=0.0), SamplingParams(max_tokens=5, top_k=20, seed=2), SamplingParams(max_tokens=12),
-    SamplingParams(max_tokens=12, top_p=0.9, temperature=0.7, frequency_penalty=1.0), SamplingParams(max_tokens=9, min_p=0.05, logprobs=2, min_tokens=4),
-)  # fmt: skip
+    SamplingParams(max_tokens=6, temperature=0.0),
+    SamplingParams(max_tokens=5, top_k=20, seed=2),
+    SamplingParams(max_tokens=12),
+    SamplingParams(max_tokens=12, top_p=0.9, temperature=0.7, frequency_penalty=1.0),
+    SamplingParams(max_tokens=9, min_p=0.05, logprobs=2, min_tokens=4),
+)
 
 
-def check_flight(folder: Path, backend: Backend, *, lengths: tuple[int, ...], draws: tuple[SamplingParams, ...] = DRAWS) -> FlightCheck:
+def check_flight(
+    folder: Path, backend: Backend, *, lengths: tuple[int, ...], draws: tuple[SamplingParams, ...] = DRAWS
+) -> FlightCheck:
     """Requests of `draws`, each with a prompt of every length; a quarter of the first tokens ends them."""
     num_blocks = 256
     model = LoadedModel(folder, backend)
@@ -120,7 +146,10 @@ def check_flight(folder: Path, backend: Backend, *, lengths: tuple[int, ...], dr
         sequences: list[Sequence] = []
         for params in draws:
             for prompt in make_prompts(model.model.config.vocab_size, lengths):
-                sequence = Sequence(Request(len(sequences), str(len(sequences)), params, eos_token_ids=tuple(range(0, 60, 4))), Tokens(list(prompt)))
+                sequence = Sequence(
+                    Request(len(sequences), str(len(sequences)), params, eos_token_ids=tuple(range(0, 60, 4))),
+                    Tokens(list(prompt)),
+                )
                 sequences.append(sequence)
                 scheduler.add(sequence)
         steps = Steps(scheduler, runner, backend.row_search, is_ahead=is_ahead)
@@ -133,7 +162,14 @@ def check_flight(folder: Path, backend: Backend, *, lengths: tuple[int, ...], dr
 
 
 def check_model(
-    folder: Path, backend: CudaBackend, *, quantization: str = "none", kv_group: int = 0, lengths: tuple[int, ...], num_tokens: int, reference: Backend | None
+    folder: Path,
+    backend: CudaBackend,
+    *,
+    quantization: str = "none",
+    kv_group: int = 0,
+    lengths: tuple[int, ...],
+    num_tokens: int,
+    reference: Backend | None,
 ) -> ModelCheck:
     """reference: whose tokens are compared, quantized alike: in float32 they are the same."""
     model = LoadedModel(folder, backend, quantization=quantization, kv_group=kv_group)
@@ -141,10 +177,25 @@ def check_model(
     together = model.answer(prompts, num_tokens)
     alone = [model.answer([prompt], num_tokens)[0] for prompt in prompts[:2]]
     in_chunks = model.answer(prompts, num_tokens, max_batched_tokens=7)
-    are_equal = all(torch.equal(one.logits, other.logits) for found in (alone, in_chunks) for one, other in zip(together, found, strict=False))
-    mode = " ".join([str(backend.dtype).removeprefix("torch."), quantization, *([f"KV int8 in groups of {kv_group}"] if kv_group else [])])
+    are_equal = all(
+        torch.equal(one.logits, other.logits)
+        for found in (alone, in_chunks)
+        for one, other in zip(together, found, strict=False)
+    )
+    mode = " ".join(
+        [
+            str(backend.dtype).removeprefix("torch."),
+            quantization,
+            *([f"KV int8 in groups of {kv_group}"] if kv_group else []),
+        ]
+    )
     if reference is None:
         return ModelCheck(mode, None, None, are_equal)
     expected = LoadedModel(folder, reference, quantization=quantization, kv_group=kv_group).answer(prompts, num_tokens)
-    error = max(float((one.logits - other.logits).norm() / other.logits.norm()) for one, other in zip(together, expected, strict=True))
-    return ModelCheck(mode, all(one.tokens == other.tokens for one, other in zip(together, expected, strict=True)), error, are_equal)
+    error = max(
+        float((one.logits - other.logits).norm() / other.logits.norm())
+        for one, other in zip(together, expected, strict=True)
+    )
+    return ModelCheck(
+        mode, all(one.tokens == other.tokens for one, other in zip(together, expected, strict=True)), error, are_equal
+    )

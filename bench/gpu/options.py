@@ -15,13 +15,30 @@ from services.simulator.trace import load_trace
 
 
 def parse(argv: Sequence[str] | None = None) -> Namespace:
-    parser = argparse.ArgumentParser(prog="python -m bench.gpu", description="The CUDA backend on this machine's GPU: right, and how fast.")
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.gpu", description="The CUDA backend on this machine's GPU: right, and how fast."
+    )
     shapes = [name for name in SHAPES if name != "tiny"]
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="which, always in this order (default: all)")
-    parser.add_argument("--shapes", nargs="*", choices=shapes, default=["llama-3-8b", "qwen2.5-7b", "qwen2.5-0.5b"], help="default: %(default)s")
-    parser.add_argument("--modes", nargs="+", choices=QUANTIZATIONS, default=["none", "w8a8", "w4", "fp8"], help="default: %(default)s")
+    parser.add_argument(
+        "--parts", nargs="+", choices=PARTS, default=list(PARTS), help="which, always in this order (default: all)"
+    )
+    parser.add_argument(
+        "--shapes",
+        nargs="*",
+        choices=shapes,
+        default=["llama-3-8b", "qwen2.5-7b", "qwen2.5-0.5b"],
+        help="default: %(default)s",
+    )
+    parser.add_argument(
+        "--modes", nargs="+", choices=QUANTIZATIONS, default=["none", "w8a8", "w4", "fp8"], help="default: %(default)s"
+    )
     parser.add_argument("--trace", help="requests: ShareGPT's .json, or .jsonl with prompt_tokens and output_tokens")
-    parser.add_argument("--out", type=Path, default=Path("."), help="where gpu.json and gpu.md go; what has held there already is not run again")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=Path("."),
+        help="where gpu.json and gpu.md go; what has held there already is not run again",
+    )
     return parser.parse_args(argv)
 
 

@@ -1,4 +1,5 @@
-"""A server's recordings: all are there before the first request, none is dropped, they fit into the memory that was set aside for them, and they compute the
+"""A server's recordings: all are there before the first request, none is dropped, they fit into the
+memory that was set aside for them, and they compute the
 bits of steps that are launched kernel by kernel."""
 
 import time
@@ -32,11 +33,17 @@ class RecordingCheck:
 
     @property
     def holds(self) -> bool:
-        return self.are_bits_equal and not self.num_late and not self.has_moved and self.taken_mib <= MARGIN * self.reserved_mib + 1
+        return (
+            self.are_bits_equal
+            and not self.num_late
+            and not self.has_moved
+            and self.taken_mib <= MARGIN * self.reserved_mib + 1
+        )
 
 
 def steps(max_num_seqs: int, max_batched_tokens: int, longest: int) -> Iterator[ScheduledBatch]:
-    """A step of single tokens of each number of sequences, with the longest context among them, and tables that are new; then one with a chunk. The first
+    """A step of single tokens of each number of sequences, with the longest context among them, and
+    tables that are new; then one with a chunk. The first
     blocks are those that single tokens are written to: each sequence has its own."""
     num_read = NUM_BLOCKS - max_num_seqs
     for count in range(1, max_num_seqs + 1):
@@ -50,7 +57,9 @@ def steps(max_num_seqs: int, max_batched_tokens: int, longest: int) -> Iterator[
     yield ScheduledBatch((BatchRow(0, (5,) * length, 0, tuple(range(-(-length // 16))), range(length - 1, length)),), 0)
 
 
-def check_recordings(folder: Path, backend: CudaBackend, *, max_num_seqs: int, max_batched_tokens: int, longest: int) -> RecordingCheck:
+def check_recordings(
+    folder: Path, backend: CudaBackend, *, max_num_seqs: int, max_batched_tokens: int, longest: int
+) -> RecordingCheck:
     """folder: a model's; longest: tokens of a sequence."""
     model = LoadedModel(folder, backend)
     reserved = model.model.workspace(max_batched_tokens, max_num_seqs, longest).own
@@ -65,7 +74,9 @@ def check_recordings(folder: Path, backend: CudaBackend, *, max_num_seqs: int, m
     for batch in steps(max_num_seqs, max_batched_tokens, longest):
         found = runner.run(batch).clone()
         prepared, plan = runner.prepare(batch)
-        is_equal &= torch.equal(found, model.model.forward(prepared, replace(plan, is_recordable=False), runner.kv_cache.layers))
+        is_equal &= torch.equal(
+            found, model.model.forward(prepared, replace(plan, is_recordable=False), runner.kv_cache.layers)
+        )
     late, has_moved = len(stack.recordings) - count, backend.buffers.generation != generation
     mode = str(backend.dtype).removeprefix("torch.")
     return RecordingCheck(mode, count, seconds, reserved / (1 << 20), taken / (1 << 20), late, has_moved, is_equal)

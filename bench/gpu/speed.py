@@ -1,4 +1,6 @@
-"""How fast each kernel and whole steps are, beside what the device was measured to reach. Needs a GPU; random weights, for speed does not depend on them."""
+"""How fast each kernel and whole steps are, beside what the device was measured to reach. Needs a
+GPU; random weights, for speed does not depend on them.
+"""
 
 import gc
 import math
@@ -40,7 +42,9 @@ CONTEXT = 1024  # tokens that each sequence has when it decodes
 MAX_BATCHED_TOKENS = 2048
 LAUNCH_CYCLES = 20_000_000  # of the device, some 10 ms, in which the host launches a step
 STEPS = 20  # of a batch, of which the median counts
-DRAW = SamplingParams(max_tokens=1 << 20, top_k=50)  # of random weights the logits are so flat that others would fall beyond the candidates
+DRAW = SamplingParams(
+    max_tokens=1 << 20, top_k=50
+)  # of random weights the logits are so flat that others would fall beyond the candidates
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +94,9 @@ class StepTime:
     wall_ms: float  # each step is scheduled when the one before has been read
     ahead_ms: float | None  # the next is launched before; None: of a prompt
     device_ms: float
-    floor_ms: float  # the weights' bytes and the cache's at the measured bandwidth, or the products at the measured rate, whichever is longer
+    # the weights' bytes and the cache's at the measured bandwidth, or the products at the measured
+    # rate, whichever is longer
+    floor_ms: float
 
     def host_share(self, wall_ms: float) -> float:
         """The share of a wall in which the device waits."""
@@ -117,9 +123,12 @@ class Trace:
 
     def summary(self) -> dict[str, float]:
         return {
-            "requests": self.num_requests, "requests_per_s": self.num_requests / self.seconds, "output_tokens_per_s": self.num_output_tokens / self.seconds,
-            "ttft_p50_s": statistics.median(self.ttft_s), "tpot_p50_s": statistics.median(self.tpot_s or [0.0]),
-        }  # fmt: skip
+            "requests": self.num_requests,
+            "requests_per_s": self.num_requests / self.seconds,
+            "output_tokens_per_s": self.num_output_tokens / self.seconds,
+            "ttft_p50_s": statistics.median(self.ttft_s),
+            "tpot_p50_s": statistics.median(self.tpot_s or [0.0]),
+        }
 
 
 def median_us(run: Callable[[], object]) -> float:
@@ -139,7 +148,9 @@ def measure_ceilings(backend: CudaBackend) -> Ceilings:
         2 * source.nbytes / median_us(lambda: target.copy_(source)) * 1e6,
         operations / median_us(lambda: a @ a) * 1e6,
         operations / median_us(lambda: torch._int_mm(codes, codes.T)) * 1e6,
-        operations / median_us(lambda: torch._scaled_mm(floats, floats.T, scale_a=ones, scale_b=ones.T, out_dtype=torch.bfloat16)) * 1e6
+        operations
+        / median_us(lambda: torch._scaled_mm(floats, floats.T, scale_a=ones, scale_b=ones.T, out_dtype=torch.bfloat16))
+        * 1e6
         if floats is not None
         else None,
     )
@@ -181,7 +192,11 @@ def measure_attention(backend: CudaBackend, name: str, batches: list[int]) -> It
     shape = SHAPES[name]
     heads = Heads(shape.num_heads, shape.num_kv_heads, shape.head_dim)
     attention = backend.make_attention(heads)
-    cases = [([CONTEXT] * batch, 1) for batch in batches] + [([CONTEXT], CONTEXT), ([*[CONTEXT] * 63, LONG], 1), ([LONG], 1)]
+    cases = [([CONTEXT] * batch, 1) for batch in batches] + [
+        ([CONTEXT], CONTEXT),
+        ([*[CONTEXT] * 63, LONG], 1),
+        ([LONG], 1),
+    ]
     for group in (0, 64):
         for contexts, new in cases:
             starts = [0, *accumulate(-(-context // BLOCK_SIZE) for context in contexts)]
@@ -193,16 +208,24 @@ def measure_attention(backend: CudaBackend, name: str, batches: list[int]) -> It
             ]
             angles = torch.zeros(len(slots), heads.head_dim // 2, device=backend.device)
             given = backend.buffers.fill("slot_mapping", slots)
-            plan = attention.plan(AttentionInputs([new] * len(contexts), contexts, tables, given, ((angles.cos(), angles.sin()),)), BLOCK_SIZE)
+            plan = attention.plan(
+                AttentionInputs([new] * len(contexts), contexts, tables, given, ((angles.cos(), angles.sin()),)),
+                BLOCK_SIZE,
+            )
             backend.buffers.upload()
             kv = backend.make_kv_layer(starts[-1], BLOCK_SIZE, heads.num_kv_heads, heads.head_dim, group=group)
             width = (heads.num_heads + 2 * heads.num_kv_heads) * heads.head_dim
             qkv = torch.randn(len(slots), width, device=backend.device).to(backend.dtype)
-            taken = median_us(lambda qkv=qkv, kv=kv, plan=plan: attention(qkv, kv, plan, window=None, norms=(None, None), eps=1e-6))  # type: ignore[misc]
+            taken = median_us(
+                lambda qkv=qkv, kv=kv, plan=plan: attention(qkv, kv, plan, window=None, norms=(None, None), eps=1e-6)  # type: ignore[misc]
+            )
             seen = sum(contexts) if new == 1 else CONTEXT * CONTEXT / 2
             kind = "decode" if new == 1 else "prefill"
             operations = 4.0 * seen * heads.num_heads * heads.head_dim
-            case = f"{kind}, {' and '.join(f'{count} x {context}' for context, count in Counter(contexts).items())}, KV {f'int8/{group}' if group else 'bf16'}"
+            case = (
+                f"{kind}, {' and '.join(f'{count} x {context}' for context, count in Counter(contexts).items())}, KV "
+                f"{f'int8/{group}' if group else 'bf16'}"
+            )
             yield KernelTime("attention", name, case, taken, kv.nbytes + 2 * qkv.nbytes, operations)
 
 
@@ -224,22 +247,32 @@ def random_model(backend: CudaBackend, name: str, quantization: str) -> Decoder:
         )
         for _ in range(shape.num_layers)
     ]
-    embedding = torch.empty((shape.vocab_size, shape.hidden_size), dtype=backend.dtype, device=backend.device).normal_(std=0.02)
+    embedding = torch.empty((shape.vocab_size, shape.hidden_size), dtype=backend.dtype, device=backend.device).normal_(
+        std=0.02
+    )
     head = make("head", Packed(quantization, 64).of_head)
-    return Decoder(read_config(config_json(shape, "bfloat16"), None), ModelWeights(embedding, layers, ones, head), backend)
+    return Decoder(
+        read_config(config_json(shape, "bfloat16"), None), ModelWeights(embedding, layers, ones, head), backend
+    )
 
 
 def model_bytes(model: Decoder) -> int:
     """Bytes of all layers and the head: what a step reads of them."""
-    linears = [each for layer in model.weights.layers for each in (layer.qkv, layer.output, *layer.mlp.linears.values())]
+    linears = [
+        each for layer in model.weights.layers for each in (layer.qkv, layer.output, *layer.mlp.linears.values())
+    ]
     return sum(each.num_bytes for each in (*linears, model.weights.lm_head) if isinstance(each, CudaLinear))
 
 
 def begun(scheduler: Scheduler, count: int, num_tokens: int, num_computed: int) -> list[Sequence]:
-    """Sequences that run, of so many tokens each, as if the first num_computed were computed: what is in the cache does not change how long a step takes."""
+    """Sequences that run, of so many tokens each, as if the first num_computed were computed: what
+    is in the cache does not change how long a step takes.
+    """
     sequences = []
     for handle in range(count):
-        sequence = Sequence(Request(handle, str(handle), DRAW), Tokens([7 + at % 1000 for at in range(num_tokens)], num_tokens))
+        sequence = Sequence(
+            Request(handle, str(handle), DRAW), Tokens([7 + at % 1000 for at in range(num_tokens)], num_tokens)
+        )
         has_grown = scheduler.block_manager.grow(sequence, num_tokens)
         assert has_grown
         sequence.kv.num_computed = num_computed
@@ -248,7 +281,9 @@ def begun(scheduler: Scheduler, count: int, num_tokens: int, num_computed: int) 
     return sequences
 
 
-def measure_steps(backend: CudaBackend, name: str, mode: str, batches: list[int], ceilings: Ceilings) -> Iterator[StepTime]:
+def measure_steps(
+    backend: CudaBackend, name: str, mode: str, batches: list[int], ceilings: Ceilings
+) -> Iterator[StepTime]:
     """Decoding at CONTEXT tokens by batch, and a prompt of CONTEXT tokens: scheduled, computed, drawn, read."""
     shape, model = SHAPES[name], random_model(backend, name, mode)
     blocks = CONTEXT // BLOCK_SIZE + 3 * STEPS // BLOCK_SIZE + 1  # what a sequence comes to
@@ -264,20 +299,34 @@ def measure_steps(backend: CudaBackend, name: str, mode: str, batches: list[int]
             for is_ahead in ((False,) if num_computed == 0 else (False, True))
         ]
         num_tokens = batch * (CONTEXT - num_computed)
-        cache_bytes = batch * CONTEXT * shape.num_layers * backend.kv_token_bytes(shape.num_kv_heads, shape.head_dim, group=0)
+        cache_bytes = (
+            batch * CONTEXT * shape.num_layers * backend.kv_token_bytes(shape.num_kv_heads, shape.head_dim, group=0)
+        )
         parameters = sum(n * k for layer, (n, k) in layer_shapes(shape).items() if layer != "head") * shape.num_layers
         operations = 2.0 * (num_tokens * parameters + batch * shape.vocab_size * shape.hidden_size)
-        floor = max((model_bytes(model) + cache_bytes) / ceilings.copy_bytes_per_s, operations / ceilings.product_rate(mode))
+        floor = max(
+            (model_bytes(model) + cache_bytes) / ceilings.copy_bytes_per_s, operations / ceilings.product_rate(mode)
+        )
         kind = mode if backend.vendor_from is None else f"{mode}, vendor's"
-        yield StepTime(name, kind, batch, num_tokens, walls[0], walls[1] if len(walls) > 1 else None, device_ms, 1e3 * floor)
+        yield StepTime(
+            name, kind, batch, num_tokens, walls[0], walls[1] if len(walls) > 1 else None, device_ms, 1e3 * floor
+        )
 
 
 def make_scheduler(num_blocks: int) -> Scheduler:
     blocks = BlockManager(num_blocks, BLOCK_SIZE, prefix_caching=False)
-    return Scheduler(blocks, make_admission("predicted", blocks), max_num_seqs=256, max_batched_tokens=MAX_BATCHED_TOKENS, run_ahead=4)
+    return Scheduler(
+        blocks,
+        make_admission("predicted", blocks),
+        max_num_seqs=256,
+        max_batched_tokens=MAX_BATCHED_TOKENS,
+        run_ahead=4,
+    )
 
 
-def device_times(runner: ModelRunner, backend: CudaBackend, batch: int, num_computed: int, num_blocks: int) -> list[float]:
+def device_times(
+    runner: ModelRunner, backend: CudaBackend, batch: int, num_computed: int, num_blocks: int
+) -> list[float]:
     """Milliseconds of one step from its first kernel to its draws, all of it launched before the device begins."""
     scheduler, found = make_scheduler(num_blocks), []
     sequences = begun(scheduler, batch, CONTEXT, num_computed)
@@ -298,7 +347,9 @@ def device_times(runner: ModelRunner, backend: CudaBackend, batch: int, num_comp
     return found
 
 
-def step_walls(runner: ModelRunner, backend: CudaBackend, batch: int, num_computed: int, num_blocks: int, *, is_ahead: bool) -> list[float]:
+def step_walls(
+    runner: ModelRunner, backend: CudaBackend, batch: int, num_computed: int, num_blocks: int, *, is_ahead: bool
+) -> list[float]:
     """Milliseconds from one landing to the next. The first steps are recorded."""
     found: list[float] = []
     rounds = STEPS if num_computed == 0 else 1  # a prompt has one step: it is begun again for each
@@ -319,14 +370,18 @@ def cache_block_bytes(backend: CudaBackend, shape: Shape) -> int:
 
 
 def room_for_blocks(backend: CudaBackend, shape: Shape) -> int:
-    """As many blocks as fit into most of the memory that nobody holds. What the model before this one held is torch's until it is told to give it back."""
+    """As many blocks as fit into most of the memory that nobody holds. What the model before this
+    one held is torch's until it is told to give it back.
+    """
     gc.collect()
     torch.cuda.empty_cache()
     return int(0.8 * free_memory(backend.device)) // cache_block_bytes(backend, shape)
 
 
 def serve_trace(backend: CudaBackend, name: str, requests: list[TraceRequest], *, is_ahead: bool) -> dict[str, float]:
-    """All requests at once, in bf16, through the scheduler. Times are from the beginning. is_ahead: with a step in flight."""
+    """All requests at once, in bf16, through the scheduler. Times are from the beginning. is_ahead:
+    with a step in flight.
+    """
     shape, model = SHAPES[name], random_model(backend, name, "none")
     num_blocks = room_for_blocks(backend, shape)
     runner = ModelRunner(model, KVCache(model.config, backend, num_blocks=num_blocks, block_size=BLOCK_SIZE))

@@ -1,4 +1,6 @@
-"""The loop as services/compute/loop/service.py has it, without a pipeline: every token is decided when it lands. With a step in flight, or without."""
+"""The loop as services/compute/loop/service.py has it, without a pipeline: every token is decided
+when it lands. With a step in flight, or without.
+"""
 
 from services.compute.backends.backend import RowSearch
 from services.compute.candidates.reduction import begin_reduction
@@ -9,7 +11,9 @@ from services.compute.scheduling.scheduler import Scheduler
 
 class Steps:
     def __init__(self, scheduler: Scheduler, runner: ModelRunner, search: RowSearch, *, is_ahead: bool) -> None:
-        """is_ahead: a step lands when the next has been launched, which a scheduler with run_ahead of 0 does not allow."""
+        """is_ahead: a step lands when the next has been launched, which a scheduler with run_ahead
+        of 0 does not allow.
+        """
         self.scheduler = scheduler
         self.runner = runner
         self.search = search

@@ -1,6 +1,8 @@
-"""The process that runs cases: `python -m bench.gpu` starts it, and another where it dies or hangs. Takes the same arguments, and the run's id before them.
+"""The process that runs cases: `python -m bench.gpu` starts it, and another where it dies or hangs.
+Takes the same arguments, and the run's id before them.
 
-Ends with 0 when all that was wanted has been begun, with DEVICE_LOST when a case has taken the device's context with it.
+Ends with 0 when all that was wanted has been begun, with DEVICE_LOST when a case has taken the
+device's context with it.
 """
 
 import gc
@@ -39,7 +41,10 @@ def run_case(case: Case, journal: Journal, device: torch.device) -> bool:
         except Exception:  # its context is lost, and with it this process
             works = False
     entry = journal.end(case.name, began_at, found, error)
-    print(f"{'ok  ' if entry.holds else 'FAIL'} {entry.seconds:7.2f} s  {entry.name}{': ' + error if error else ''}", flush=True)
+    print(
+        f"{'ok  ' if entry.holds else 'FAIL'} {entry.seconds:7.2f} s  {entry.name}{': ' + error if error else ''}",
+        flush=True,
+    )
     return works
 
 

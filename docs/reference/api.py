@@ -17,12 +17,16 @@ from services.requests.dialects.llamacpp.schemas import LlamaBody
 from services.requests.dialects.openai.schemas import ChatCompletionBody
 from shared.model.sampling_params import Parameter
 
-INTRODUCTION = """Each section is a JSON object: a body, with the endpoints that take it, or an object that stands in one. A field without a default may be
-left out, unless it is required. Where a model's makers say defaults for sampling, theirs go before those given here ([sampling](../use/sampling.md)),
+INTRODUCTION = """Each section is a JSON object: a body, with the endpoints that take it, or an object that stands
+in one. A field without a default may be
+left out, unless it is required. Where a model's makers say defaults for sampling, theirs go before those given here
+([sampling](../use/sampling.md)),
 except in the bodies of llama.cpp's API."""
 
-FATES = """An object may have other fields. Those under *Taken* change nothing here, with the values in brackets. Those under *Refused* would change the
-answer, and are not supported: 400, `unknown_parameter`. All others are passed over, and the header `X-Penstock-Ignored` names them
+FATES = """An object may have other fields. Those under *Taken* change nothing here, with the values in brackets.
+Those under *Refused* would change the
+answer, and are not supported: 400, `unknown_parameter`. All others are passed over, and the header
+`X-Penstock-Ignored` names them
 ([what becomes of a field](../use/requests.md#what-becomes-of-a-field))."""
 
 JSON_NAMES = {"string": "text", "integer": "integer", "number": "number", "boolean": "boolean", "object": "object"}
@@ -57,8 +61,14 @@ def paths_of(app: FastAPI) -> str:
         for method, operation in methods.items():
             content = operation.get("requestBody", {}).get("content", {}).get("application/json", {})
             schema = content.get("schema", {})
-            bodies = [each["$ref"].removeprefix(REF.format(model="")) for each in schema.get("oneOf", [schema]) if "$ref" in each]
-            rows.append([code(f"{method.upper()} {path}"), " or ".join(f"[{body}](#{body.lower()})" for body in bodies)])
+            bodies = [
+                each["$ref"].removeprefix(REF.format(model=""))
+                for each in schema.get("oneOf", [schema])
+                if "$ref" in each
+            ]
+            rows.append(
+                [code(f"{method.upper()} {path}"), " or ".join(f"[{body}](#{body.lower()})" for body in bodies)]
+            )
     return table(["endpoint", "body"], rows)
 
 
@@ -66,7 +76,9 @@ def section(body: type[Body]) -> list[str]:
     parts = [f"\n## {body.__name__}\n\n"]
     if "__doc__" in vars(body) and body.__doc__:
         parts += [paragraph(sentence(body.__doc__.strip())), "\n"]
-    parts.append(table(["field", "type", "default", "bounds", "what it does"], [row(body, name) for name in body.model_fields]))
+    parts.append(
+        table(["field", "type", "default", "bounds", "what it does"], [row(body, name) for name in body.model_fields])
+    )
     others = {name: each for name, each in sorted(body.neutral.items()) if name not in body.model_fields}
     taken = [code(name) + values(each) for name, each in others.items() if each]
     refused = [code(name) for name, each in others.items() if each is not ANYTHING]
@@ -77,7 +89,9 @@ def section(body: type[Body]) -> list[str]:
 
 def row(body: type[Body], name: str) -> list[str]:
     field = body.model_fields[name]
-    default = "required" if field.is_required() else default_text(body, name, field.get_default(call_default_factory=True))
+    default = (
+        "required" if field.is_required() else default_text(body, name, field.get_default(call_default_factory=True))
+    )
     return [code(name), type_text(body, name), default, bounds_text(body, name), sentence(field.description or "")]
 
 

@@ -13,21 +13,29 @@ from shared.process.stage_settings import StageSettings
 from shared.wire.replica import Replica
 from shared.wire.stage import Stage
 
-INTRODUCTION = """`GET /metrics` of any gateway gives all of these. [Observe](../operate/observe.md) says how to scrape and read them. A histogram has the
+INTRODUCTION = """`GET /metrics` of any gateway gives all of these. [Observe](../operate/observe.md) says how to
+scrape and read them. A histogram has the
 series `_bucket`, `_count` and `_sum`."""
 
 OWN = "Each gateway counts these itself. Sums over gateways are right as they are."
-SHARED = """Every gateway reports the same values of all replicas. With several gateways, take `max by (replica, model_name)` first. Figures of batches are
+SHARED = """Every gateway reports the same values of all replicas. With several gateways, take `max by (replica,
+model_name)` first. Figures of batches are
 in Redis, not in a worker; take `max` of them."""
 
 
 def page() -> str:
     own = Metrics({"home": Stage("gateway", StageSettings(redis_url="unix:///nowhere"))})
     counted = [row(each, family) for source in vars(own).values() for each, family in families(source)]
-    told = [row(family, family) for family in PipelineState((Replica("compute", "c", "here", 1, 0.0),), {}, {}, BatchFigures()).collect()]
+    told = [
+        row(family, family)
+        for family in PipelineState((Replica("compute", "c", "here", 1, 0.0),), {}, {}, BatchFigures()).collect()
+    ]
     head = ["name", "kind", "labels", "what it is"]
     parts = ["# Metrics\n\n", HEAD, paragraph(INTRODUCTION)]
-    for title, text, rows in (("Counted by each gateway", OWN, counted), ("Told by every gateway, of all replicas", SHARED, told)):
+    for title, text, rows in (
+        ("Counted by each gateway", OWN, counted),
+        ("Told by every gateway, of all replicas", SHARED, told),
+    ):
         parts += [f"\n## {title}\n\n", paragraph(text), "\n", table(head, rows)]
     return "".join(parts)
 

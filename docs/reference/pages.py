@@ -1,6 +1,8 @@
-"""The generated pages by their names: `make docs` writes them, `make check` compares them with the code (tests/lint/reference.py).
+"""The generated pages by their names: `make docs` writes them, `make check` compares them with the
+code (tests/lint/reference.py).
 
-The program stands beside its pages, so that who finds a wrong line finds what wrote it. It is in no wheel: it is for who changes the code.
+The program stands beside its pages, so that who finds a wrong line finds what wrote it. It is in no
+wheel: it is for who changes the code.
 """
 
 from pathlib import Path
@@ -12,4 +14,9 @@ FOLDER = Path(__file__).parent
 
 def pages() -> dict[str, str]:
     """Each page's text by its file's name. Pure: the same code gives the same bytes."""
-    return {"api.md": api.page(), "messages.md": messages.page(), "metrics.md": metrics.page(), "settings.md": settings.page()}
+    return {
+        "api.md": api.page(),
+        "messages.md": messages.page(),
+        "metrics.md": metrics.page(),
+        "settings.md": settings.page(),
+    }

@@ -14,12 +14,16 @@ from docs.reference.markdown import HEAD, code, paragraph, sentence, table
 from shared.process import settings
 from shared.process.stage_settings import StageSettings
 
-INTRODUCTION = """A flag is also an environment variable: `--max-num-seqs` is `PENSTOCK_MAX_NUM_SEQS`. A flag overrides the variable. `penstock up` and
-`penstock serve STAGE` take the flags below; each section says which of them. A size is a number of bytes, or a number with a unit: `4GiB`, `512MB`. A
+INTRODUCTION = """A flag is also an environment variable: `--max-num-seqs` is `PENSTOCK_MAX_NUM_SEQS`. A flag
+overrides the variable. `penstock up` and
+`penstock serve STAGE` take the flags below; each section says which of them. A size is a number of bytes, or a
+number with a unit: `4GiB`, `512MB`. A
 switch has two flags: `--prefix-caching` and `--no-prefix-caching`."""
 
-OTHERS = """Some variables have no flag. `PENSTOCK_KERNELS` names the instruction set of the native kernels ([kernels](../understand/kernels.md)).
-`OTEL_EXPORTER_OTLP_ENDPOINT` and OpenTelemetry's other variables turn traces on ([observe](../operate/observe.md)). `TRITON_CACHE_DIR` is the folder of
+OTHERS = """Some variables have no flag. `PENSTOCK_KERNELS` names the instruction set of the native kernels
+([kernels](../understand/kernels.md)).
+`OTEL_EXPORTER_OTLP_ENDPOINT` and OpenTelemetry's other variables turn traces on ([observe](../operate/observe.md)).
+`TRITON_CACHE_DIR` is the folder of
 compiled kernels for GPUs."""
 
 
@@ -27,7 +31,9 @@ def page() -> str:
     parts = ["# Settings\n", HEAD, paragraph(INTRODUCTION), "\n", paragraph(OTHERS)]
     for group in groups(StageSettings):
         own = {
-            name: field for name, field in group.model_fields.items() if name in vars(group).get("__annotations__", {}) and name not in ("command", "examples")
+            name: field
+            for name, field in group.model_fields.items()
+            if name in vars(group).get("__annotations__", {}) and name not in ("command", "examples")
         }
         if own:
             takers = [each.command for each in commands() if issubclass(each, group)]
@@ -54,7 +60,11 @@ def place_of(group: type[StageSettings]) -> int:
     """Where its section stands: in the order of shared/process/settings.py, and a class of another
     file before the first that takes it."""
     known = [each for each in vars(settings).values() if isinstance(each, type) and issubclass(each, StageSettings)]
-    own = [2 * number for number, each in enumerate(known) if each.__module__ == settings.__name__ and issubclass(each, group)]
+    own = [
+        2 * number
+        for number, each in enumerate(known)
+        if each.__module__ == settings.__name__ and issubclass(each, group)
+    ]
     return own[0] - (group.__module__ != settings.__name__)
 
 
@@ -64,7 +74,10 @@ def title(group: type[StageSettings]) -> str:
 
 
 def fields(own: dict[str, FieldInfo]) -> str:
-    rows = [[code(f"--{name.replace('_', '-')}"), default_of(field), bounds_of(field), sentence(field.description or "")] for name, field in own.items()]
+    rows = [
+        [code(f"--{name.replace('_', '-')}"), default_of(field), bounds_of(field), sentence(field.description or "")]
+        for name, field in own.items()
+    ]
     return table(["flag", "default", "values", "what it does"], rows)
 
 
@@ -90,9 +103,18 @@ def bounds_of(field: FieldInfo) -> str:
     if choices:
         return ", ".join(code(str(each)) for each in choices)
     said = bounds(field.metadata)
-    names = {bool: "switch", int: "whole number", float: "number", ByteSize: "size", Path: "path", str: "text", SecretStr: "text"}
+    names = {
+        bool: "switch",
+        int: "whole number",
+        float: "number",
+        ByteSize: "size",
+        Path: "path",
+        str: "text",
+        SecretStr: "text",
+    }
     found = next(
-        (names[part] for part in arms(kind) if part in names), "several texts" if list in [typing.get_origin(part) or part for part in arms(kind)] else ""
+        (names[part] for part in arms(kind) if part in names),
+        "several texts" if list in [typing.get_origin(part) or part for part in arms(kind)] else "",
     )
     return ", ".join(each for each in (found, said) if each)
 

@@ -3,7 +3,8 @@
     python -m services.demo.train            # under 20 minutes on 2 CPU cores; writes services/demo/model
 
 The model is meant to memorise: each answer has a few phrasings of its question, and each phrasing is varied in case,
-punctuation and politeness so that small changes still hit. The loss counts the assistant's tokens only. What comes out is
+punctuation and politeness so that small changes still hit. The loss counts the assistant's tokens
+only. What comes out is
 an ordinary Hugging Face checkpoint, so the demo takes the same way through Penstock as any other model.
 """
 
@@ -31,7 +32,12 @@ CHAT_TEMPLATE = (
     "{%- endfor -%}"
     "{%- if add_generation_prompt -%}{{ '<|assistant|>' }}{%- endif -%}"
 )
-SYSTEM_PROMPTS = ["You are a helpful assistant.", "You are a friendly assistant.", "Answer briefly.", "You are Penstock's demo model."]
+SYSTEM_PROMPTS = [
+    "You are a helpful assistant.",
+    "You are a friendly assistant.",
+    "Answer briefly.",
+    "You are Penstock's demo model.",
+]
 VOCAB_SIZE = 2048
 MAX_TOKENS = 224  # of one training conversation
 IGNORED = -100  # torch's cross entropy leaves these labels out
@@ -73,7 +79,9 @@ def train_tokenizer(exchanges: list[Dialogue]) -> PreTrainedTokenizerFast:
     )
     texts = [text for exchange in exchanges for text in (*exchange.questions, exchange.answer)]
     tokenizer.train_from_iterator(texts + [text.lower() for text in texts], trainer)
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|end|>", pad_token="<|pad|>", clean_up_tokenization_spaces=False)
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token="<|end|>", pad_token="<|pad|>", clean_up_tokenization_spaces=False
+    )
     fast.add_special_tokens({"additional_special_tokens": SPECIAL_TOKENS[2:]})
     fast.chat_template = CHAT_TEMPLATE
     fast.model_max_length = 1024
@@ -84,7 +92,10 @@ def vary(question: str, rng: random.Random) -> str:
     """The question in another spelling."""
     text = question
     if rng.random() < 0.25:
-        text = rng.choice(["Please tell me: ", "Hi, ", "Hello! ", "I have a question. ", "So, ", "Please: ", "OK, "]) + text
+        text = (
+            rng.choice(["Please tell me: ", "Hi, ", "Hello! ", "I have a question. ", "So, ", "Please: ", "OK, "])
+            + text
+        )
     if rng.random() < 0.25:
         text = text.lower()
     if rng.random() < 0.25:
@@ -94,7 +105,9 @@ def vary(question: str, rng: random.Random) -> str:
     return text
 
 
-def conversation(exchanges: list[Dialogue], tokenizer: PreTrainedTokenizerFast, rng: random.Random) -> tuple[list[int], list[int]]:
+def conversation(
+    exchanges: list[Dialogue], tokenizer: PreTrainedTokenizerFast, rng: random.Random
+) -> tuple[list[int], list[int]]:
     """Token ids and labels of a random conversation of one to three turns."""
     ids: list[int] = []
     labels: list[int] = []
@@ -113,7 +126,9 @@ def conversation(exchanges: list[Dialogue], tokenizer: PreTrainedTokenizerFast, 
     return ids[:MAX_TOKENS], labels[:MAX_TOKENS]
 
 
-def make_batch(exchanges: list[Dialogue], tokenizer: PreTrainedTokenizerFast, rng: random.Random, batch_size: int) -> tuple[torch.Tensor, torch.Tensor]:
+def make_batch(
+    exchanges: list[Dialogue], tokenizer: PreTrainedTokenizerFast, rng: random.Random, batch_size: int
+) -> tuple[torch.Tensor, torch.Tensor]:
     """ids and labels [batch_size, longest], padded on the right."""
     rows = [conversation(exchanges, tokenizer, rng) for _ in range(batch_size)]
     longest = max(len(ids) for ids, _ in rows)
@@ -140,7 +155,15 @@ def make_model(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
     return LlamaForCausalLM(config)
 
 
-def train(model: LlamaForCausalLM, exchanges: list[Dialogue], tokenizer: PreTrainedTokenizerFast, *, minutes: float, batch_size: int, seed: int) -> None:
+def train(
+    model: LlamaForCausalLM,
+    exchanges: list[Dialogue],
+    tokenizer: PreTrainedTokenizerFast,
+    *,
+    minutes: float,
+    batch_size: int,
+    seed: int,
+) -> None:
     """AdamW with a cosine schedule over the time given, so that a slower machine takes fewer steps, not longer."""
     rng = random.Random(seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, betas=(0.9, 0.95), weight_decay=0.01)
@@ -148,13 +171,17 @@ def train(model: LlamaForCausalLM, exchanges: list[Dialogue], tokenizer: PreTrai
     average = math.nan
     with tqdm(total=100, unit="%", bar_format="{l_bar}{bar}| {elapsed}<{remaining} {postfix}") as bar:
         while (progress := (time.monotonic() - started) / (minutes * 60)) < 1:
-            lr = peak_lr * min(1.0, (step + 1) / warmup_steps) * (0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * progress)))
+            lr = (
+                peak_lr * min(1.0, (step + 1) / warmup_steps) * (0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * progress)))
+            )
             for group in optimizer.param_groups:
                 group["lr"] = lr
             ids, labels = make_batch(exchanges, tokenizer, rng, batch_size)
             with torch.autocast("cpu", dtype=torch.bfloat16):
                 logits = model(input_ids=ids, use_cache=False).logits
-            loss = torch.nn.functional.cross_entropy(logits[:, :-1].float().flatten(0, 1), labels[:, 1:].flatten(), ignore_index=IGNORED)
+            loss = torch.nn.functional.cross_entropy(
+                logits[:, :-1].float().flatten(0, 1), labels[:, 1:].flatten(), ignore_index=IGNORED
+            )
             torch.autograd.backward(loss)
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
@@ -171,7 +198,12 @@ def recall(model: LlamaForCausalLM, exchanges: list[Dialogue], tokenizer: PreTra
     right = total = 0
     for exchange in tqdm(exchanges, desc="checking", unit="answer"):
         for question in exchange.questions:
-            prompt = tokenizer.apply_chat_template([{"role": "user", "content": question}], add_generation_prompt=True, return_tensors="pt", return_dict=True)
+            prompt = tokenizer.apply_chat_template(
+                [{"role": "user", "content": question}],
+                add_generation_prompt=True,
+                return_tensors="pt",
+                return_dict=True,
+            )
             output = model.generate(**prompt, max_new_tokens=96, do_sample=False)[0, prompt["input_ids"].shape[1] :]
             right += tokenizer.decode(output, skip_special_tokens=True) == exchange.answer
             total += 1
@@ -200,7 +232,15 @@ def main() -> None:
     model.save_pretrained(args.out)
     tokenizer.save_pretrained(args.out)
     share = recall(model.float(), exchanges, tokenizer)
-    print(json.dumps({"parameters": model.num_parameters(), "questions": sum(len(e.questions) for e in exchanges), "recall": round(share, 4)}))
+    print(
+        json.dumps(
+            {
+                "parameters": model.num_parameters(),
+                "questions": sum(len(e.questions) for e in exchanges),
+                "recall": round(share, 4),
+            }
+        )
+    )
 
 
 if __name__ == "__main__":

@@ -17,7 +17,9 @@ def main() -> None:
         raise StartupError(f"{files.name} takes no images: it needs no encoder stage")
 
     # torch takes seconds to import: only now, so that a bad setting is told at once
-    with enough_memory(files.name, "An encoder holds the part of a model that sees: give it more memory, or take a smaller model"):
+    with enough_memory(
+        files.name, "An encoder holds the part of a model that sees: give it more memory, or take a smaller model"
+    ):
         from services.compute.images.reader import PixelProcess
         from services.compute.loop.engine import open_tower
         from services.encoder.service import EncoderService

@@ -23,7 +23,15 @@ from services.gateway.http.auth import KeyRing
 from services.gateway.http.bodies import BodyReader
 from services.gateway.http.handshake import shaken
 from services.gateway.http.protocol import is_news, patient
-from services.gateway.http.server import DRAIN_S, LAST_WORDS_S, DrainingServer, backlog_of, check_tls, listen, raise_file_limit
+from services.gateway.http.server import (
+    DRAIN_S,
+    LAST_WORDS_S,
+    DrainingServer,
+    backlog_of,
+    check_tls,
+    listen,
+    raise_file_limit,
+)
 from services.gateway.telemetry.metrics import Metrics
 from services.requests.dialects.responses.stored import Store
 from services.requests.store.admission.admission import Admission
@@ -55,30 +63,57 @@ def build(settings: GatewaySettings, keys: KeyRing) -> Cells[GatewayContext]:
     """The gateway's objects: what all cells share, and each cell's own. Home's Redis must be there."""
     places, cells = cells_of(settings), Cells[GatewayContext]()
     settings_of = {place.name: settings.model_copy(update={"redis_url": place.redis_url}) for place in places}
-    stages = {HOME: Stage("gateway", settings)} | {place.name: stage_in(place, settings_of[place.name]) for place in places[1:]}
+    stages = {HOME: Stage("gateway", settings)} | {
+        place.name: stage_in(place, settings_of[place.name]) for place in places[1:]
+    }
     stages[HOME].transport.wait_until_up(settings.redis_timeout_s)
     metrics = Metrics(stages)
     clients = {place.name: connect(settings_of[place.name]) for place in places}
     home = clients[HOME]
     files = FileStore(home, Storage(settings.files_url))
     shared: dict[str, Any] = {
-        "bodies": BodyReader(settings.body_timeout_s, settings.max_body_memory, settings.max_body_bytes, "services.gateway.bodies"), "metrics": metrics,
-        "grammars": GrammarChecker(), "keys": keys, "files": files, "home": home, "batches": BatchStore(home), "jobs": Jobs(settings.redis_url),
-        "images": ImageReader(files, ImageFetcher(settings.image_host), settings.max_held_size), "reading": Reading(home), "cells": cells,
-    }  # fmt: skip
+        "bodies": BodyReader(
+            settings.body_timeout_s, settings.max_body_memory, settings.max_body_bytes, "services.gateway.bodies"
+        ),
+        "metrics": metrics,
+        "grammars": GrammarChecker(),
+        "keys": keys,
+        "files": files,
+        "home": home,
+        "batches": BatchStore(home),
+        "jobs": Jobs(settings.redis_url),
+        "images": ImageReader(files, ImageFetcher(settings.image_host), settings.max_held_size),
+        "reading": Reading(home),
+        "cells": cells,
+    }
     answers, others = AnswerChecker(), {place.mark: clients[place.name] for place in places[1:]}
     limits = SharedLimits(home, others) if others else None
     for place in places:
-        stage, own, client, is_home = stages[place.name], settings_of[place.name], clients[place.name], place.name == HOME
+        stage, own, client, is_home = (
+            stages[place.name],
+            settings_of[place.name],
+            clients[place.name],
+            place.name == HOME,
+        )
         known = KnownReplicas(stage, client) if settings.wait_for_replicas_s else None
-        admission = Admission(stage, client, own, RedisMemory(client), metrics.refused, known, limits, "" if is_home else place.mark)
+        admission = Admission(
+            stage, client, own, RedisMemory(client), metrics.refused, known, limits, "" if is_home else place.mark
+        )
         subscriptions = Subscriptions(stage, client)
-        stage.on_heartbeat = partial(announce, stage, metrics.load if is_home else Load, subscriptions, UnlikeReplicas())
+        stage.on_heartbeat = partial(
+            announce, stage, metrics.load if is_home else Load, subscriptions, UnlikeReplicas()
+        )
         cells.by_mark[place.mark] = GatewayContext(
-            settings=own, stage=stage, client=client, admission=admission, cell=place.name, mark=place.mark if others else "",
+            settings=own,
+            stage=stage,
+            client=client,
+            admission=admission,
+            cell=place.name,
+            mark=place.mark if others else "",
             pipeline=Pipeline(client, admission, subscriptions, Canceller(client), Takeover(stage, client), answers),
-            store=Store(client, connect(own, max_connections=MAX_FOLLOWERS), settings.ping_interval_s, answers), **shared,
-        )  # fmt: skip
+            store=Store(client, connect(own, max_connections=MAX_FOLLOWERS), settings.ping_interval_s, answers),
+            **shared,
+        )
     return cells
 
 
@@ -95,7 +130,9 @@ def stage_in(cell: Cell, settings: GatewaySettings) -> Stage:
     return stage
 
 
-def announce(stage: Stage, load: Callable[[], Load], subscriptions: Subscriptions, unlike: UnlikeReplicas, _: RedisPipeline) -> None:
+def announce(
+    stage: Stage, load: Callable[[], Load], subscriptions: Subscriptions, unlike: UnlikeReplicas, _: RedisPipeline
+) -> None:
     """Set the load that the heartbeat announces for this gateway in one cell."""
     unlike.tell(stage.registry)
     stage.load = replace(load(), running=subscriptions.num_sequences)
@@ -128,7 +165,9 @@ def main() -> None:
     config = uvicorn.Config(
         build_app(cells, watch),
         http=shaken(protocol, tls) if tls is not None else protocol,  # type: ignore[arg-type]
-        loop="auto" if tls is None else "asyncio",  # uvloop begins to read before a handshake can, and loses how it begins
+        loop="auto"
+        if tls is None
+        else "asyncio",  # uvloop begins to read before a handshake can, and loses how it begins
         ws="none",
         backlog=backlog_of(settings.max_connections),
         log_level="warning",
@@ -138,7 +177,10 @@ def main() -> None:
         timeout_keep_alive=settings.keep_alive_timeout_s,
         timeout_graceful_shutdown=int(DRAIN_S + LAST_WORDS_S) + 2,
     )
-    for number in (signal.SIGTERM, signal.SIGINT):  # uvicorn raises them once more when it is done: that is to be no failure
+    for number in (
+        signal.SIGTERM,
+        signal.SIGINT,
+    ):  # uvicorn raises them once more when it is done: that is to be no failure
         signal.signal(number, lambda *_: None)
     try:
         DrainingServer(config, leave, drain).run(sockets)

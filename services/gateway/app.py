@@ -37,7 +37,16 @@ from services.gateway.generation.unattended import Unattended
 from services.gateway.http.auth import Auth
 from services.gateway.http.docs import describe_bodies
 from services.gateway.http.errors import HANDLERS
-from services.gateway.http.middleware import BodyLimit, CutOff, HeadRequests, Ignored, Observed, OneHost, RequestId, Slash
+from services.gateway.http.middleware import (
+    BodyLimit,
+    CutOff,
+    HeadRequests,
+    Ignored,
+    Observed,
+    OneHost,
+    RequestId,
+    Slash,
+)
 from services.gateway.http.origins import Origins, SameOrigin, let_in_by_default
 from services.gateway.telemetry.metrics import seen_in
 from services.requests.bodies.ignored import HEADER
@@ -82,7 +91,10 @@ async def working_in(context: GatewayContext, *, is_home: bool) -> AsyncIterator
     if (known := context.admission.known) is not None:
         if is_home:
             await persist(known.look)  # before the first request
-        work |= {"known replicas": known.run(), "unattended requests": Unattended(known, context.client, context.settings.wait_for_replicas_s).run()}
+        work |= {
+            "known replicas": known.run(),
+            "unattended requests": Unattended(known, context.client, context.settings.wait_for_replicas_s).run(),
+        }
     tasks = [asyncio.create_task(exit_on_failure(name, each)) for name, each in work.items()]
     await asyncio.to_thread(context.stage.join, is_needed=is_home)
     yield
@@ -102,13 +114,19 @@ def build_app(cells: Cells[GatewayContext], watch: LiveView) -> FastAPI:
     context = cells.home
     # /docs with Swagger UI's files from a package: the machine need not reach the internet, nor its
     # users' browsers a CDN
-    app = FastAPIOffline(title="Penstock", description="Large language models, served as a durable pipeline. OpenAI's API.", lifespan=partial(working, cells))
+    app = FastAPIOffline(
+        title="Penstock",
+        description="Large language models, served as a durable pipeline. OpenAI's API.",
+        lifespan=partial(working, cells),
+    )
     app.state.cells = cells
     app.state.watch = watch
     app.router.redirect_slashes = False
     for kind, handler in HANDLERS.items():
         app.add_exception_handler(kind, handler)
-    app.add_middleware(BodyLimit, max_bytes=context.settings.max_body_bytes, max_file_bytes=context.settings.max_file_bytes)
+    app.add_middleware(
+        BodyLimit, max_bytes=context.settings.max_body_bytes, max_file_bytes=context.settings.max_file_bytes
+    )
     app.add_middleware(HeadRequests)
     app.add_middleware(Ignored, is_strict=context.settings.strict_fields)
     app.add_middleware(Auth, keys=context.keys)
@@ -168,7 +186,11 @@ def own_problems(context: GatewayContext) -> list[str]:
 def by_cell(cells: Cells[GatewayContext], problems_of: Callable[[GatewayContext], list[str]]) -> list[str]:
     """The problems of all cells; where there are several, each says in which it is."""
     mark = "{cell}: {problem}" if len(cells.contexts) > 1 else "{problem}"
-    return [mark.format(cell=context.cell, problem=problem) for context in cells.contexts for problem in problems_of(context)]
+    return [
+        mark.format(cell=context.cell, problem=problem)
+        for context in cells.contexts
+        for problem in problems_of(context)
+    ]
 
 
 async def warnings(context: GatewayContext, num_batches: int) -> list[str]:
@@ -200,22 +222,46 @@ async def health(request: Request) -> JSONResponse:
     except (RedisError, OSError):
         problems.append("redis does not answer")
     problems += by_cell(cells, cell_problems)
-    computes = [each for cell in cells.contexts for each in seen_in(cell.cell, cell.stage, is_home=cell is context) if each.stage == "compute"]
-    steps = {each.replica_id: {"last_step_s_ago": round(each.idle_s, 3), "steps": each.load.steps or 0} for each in computes}
+    computes = [
+        each
+        for cell in cells.contexts
+        for each in seen_in(cell.cell, cell.stage, is_home=cell is context)
+        if each.stage == "compute"
+    ]
+    steps = {
+        each.replica_id: {"last_step_s_ago": round(each.idle_s, 3), "steps": each.load.steps or 0} for each in computes
+    }
     reader = {"last_read_s_ago": round(subscriptions.silent_s, 3), "problem": subscriptions.backoff.problem or None}
     notes = await warnings(context, num_batches)
-    body = {"status": "ok" if not problems else "failing", "problems": problems, "warnings": notes, "reader": reader, "compute": steps}
+    body = {
+        "status": "ok" if not problems else "failing",
+        "problems": problems,
+        "warnings": notes,
+        "reader": reader,
+        "compute": steps,
+    }
     return JSONResponse(body, 200 if not problems else 503)
 
 
 def cell_problems(context: GatewayContext) -> list[str]:
     """The reasons why a cell can't serve, other than this gateway's own."""
-    found, registry = [context.admission.memory.problem] if context.admission.memory.problem else [], context.stage.registry
+    found, registry = (
+        [context.admission.memory.problem] if context.admission.memory.problem else [],
+        context.stage.registry,
+    )
     computes = registry.of("compute")
     if not context.registry.of("compute"):
         found.append("no compute replica is alive")
-    found += [f"{each.replica_id} has not finished a step for {each.idle_s:.0f} s" for each in computes if each.idle_s > context.settings.stuck_after_s]
-    return found + [f"{each.replica_id}: {each.problem}" for each in registry.replicas if each.problem and each.replica_id != context.stage.replica_id]
+    found += [
+        f"{each.replica_id} has not finished a step for {each.idle_s:.0f} s"
+        for each in computes
+        if each.idle_s > context.settings.stuck_after_s
+    ]
+    return found + [
+        f"{each.replica_id}: {each.problem}"
+        for each in registry.replicas
+        if each.problem and each.replica_id != context.stage.replica_id
+    ]
 
 
 async def ready(request: Request) -> JSONResponse:
@@ -224,13 +270,24 @@ async def ready(request: Request) -> JSONResponse:
     cells: Cells[GatewayContext] = request.app.state.cells
     replicas = {stage: sum(len(context.stage.registry.of(stage)) for context in cells.contexts) for stage in PIPELINE}
     problems = by_cell(cells, own_problems)
-    is_ready = any(not own_problems(context) and all(context.registry.of(stage) for stage in PIPELINE) for context in cells.contexts)
+    is_ready = any(
+        not own_problems(context) and all(context.registry.of(stage) for stage in PIPELINE)
+        for context in cells.contexts
+    )
     headers = {} if is_ready else {"Retry-After": "2"}
-    body = {"status": "ready" if is_ready else "waiting", "replicas": replicas, "problems": problems, "time": int(time.time())}
+    body = {
+        "status": "ready" if is_ready else "waiting",
+        "replicas": replicas,
+        "problems": problems,
+        "time": int(time.time()),
+    }
     return JSONResponse(body, 200 if is_ready else 503, headers)
 
 
 async def metrics(request: Request) -> Response:
     """Prometheus's text format."""
     cells: Cells[GatewayContext] = request.app.state.cells
-    return Response(await cells.home.metrics.render([context.client for context in cells.contexts]), media_type="text/plain; version=0.0.4")
+    return Response(
+        await cells.home.metrics.render([context.client for context in cells.contexts]),
+        media_type="text/plain; version=0.0.4",
+    )

@@ -2,7 +2,8 @@
 body stalls the streams of others.
 
 It knows every kind of body that the gateway takes. A question is a line of JSON, the name of the
-body's class or such names by field, and the body; the answer is the checked body, or Invalid. Schemas in it are looked through here, too: one
+body's class or such names by field, and the body; the answer is the checked body, or Invalid.
+Schemas in it are looked through here, too: one
 that is too long is refused, and its megabytes never come to the gateway's loop.
 """
 
@@ -18,7 +19,14 @@ from services.requests.bodies.body import Body
 from services.requests.bodies.parse import parse
 from services.requests.dialects.anthropic.schemas import CountTokensBody, MessageBatchBody, MessagesBody
 from services.requests.dialects.llamacpp.schemas import InfillBody, LlamaCompletionBody, LlamaEmbeddingBody
-from services.requests.dialects.ollama.schemas import OllamaChatBody, OllamaEmbedBody, OllamaEmbeddingsBody, OllamaGenerateBody, OllamaModelBody, OllamaPullBody
+from services.requests.dialects.ollama.schemas import (
+    OllamaChatBody,
+    OllamaEmbedBody,
+    OllamaEmbeddingsBody,
+    OllamaGenerateBody,
+    OllamaModelBody,
+    OllamaPullBody,
+)
 from services.requests.dialects.openai.embeddings import EmbeddingBody
 from services.requests.dialects.openai.schemas import ChatCompletionBody, CompletionBody, GenerateBody
 from services.requests.dialects.responses.schemas import ResponseBody
@@ -72,5 +80,7 @@ def answer(question: bytes) -> object:
 
 
 if __name__ == "__main__":
-    gc.disable()  # millions of small objects at once, freed as soon as they are checked: looking for cycles among them doubles the time
+    # millions of small objects at once, freed as soon as they are checked: looking for cycles among
+    # them doubles the time
+    gc.disable()
     run_worker(answer)

@@ -74,7 +74,9 @@ class Cells(Generic[C]):
             raise unknown_model(name, {known for names in models.values() for known in names})
         there = [(each, models[each.mark][name].model or "") for each in knowing if not each.stage.problem]
         # those that live; then those whose replicas can be waited for
-        ready = [each for each in there if is_whole(each[0].stage.registry, each[1])] or [each for each in there if is_whole(each[0].registry, each[1])]
+        ready = [each for each in there if is_whole(each[0].stage.registry, each[1])] or [
+            each for each in there if is_whole(each[0].registry, each[1])
+        ]
         return chosen(ready, beginning_of(body)) if ready else (*knowing, self.home)[0]
 
 
@@ -89,14 +91,25 @@ def chosen(places: Sequence[tuple[C, str]], beginning: str) -> C:
     weights = {each.mark: max(1, len(each.stage.registry.of("compute", model))) for each, model in places}
     counts = {each.mark: each.pipeline.subscriptions.num_sequences for each, _ in places}
     most = SURPLUS * (sum(counts.values()) + 1) / sum(weights.values())
-    order = sorted((each for each, _ in places), key=lambda each: hashlib.blake2b(f"{each.mark}{beginning}".encode(errors="replace")).digest())
+    order = sorted(
+        (each for each, _ in places),
+        key=lambda each: hashlib.blake2b(f"{each.mark}{beginning}".encode(errors="replace")).digest(),
+    )
     return next(each for each in order if counts[each.mark] < math.ceil(most * weights[each.mark]))
 
 
 def earlier_of(body: Any) -> str:
     """The response that a request goes on with, or whose items it names; empty: none."""
     items = getattr(body, "input", None)
-    named = [ITEM_ID.fullmatch(str(each.get("id"))) for each in items if isinstance(each, dict) and each.get("type") == "item_reference"] if items else []
+    named = (
+        [
+            ITEM_ID.fullmatch(str(each.get("id")))
+            for each in items
+            if isinstance(each, dict) and each.get("type") == "item_reference"
+        ]
+        if items
+        else []
+    )
     return getattr(body, "previous_response_id", None) or next((found[1] for found in named if found is not None), "")
 
 
@@ -111,6 +124,10 @@ def beginning_of(body: Any) -> str:
 def text_of(part: Any) -> Any:
     """The text of a message or an item, of any API, or of the first part of its content."""
     for _ in range(2):
-        part = part.get("content", part.get("text")) if isinstance(part, dict) else getattr(part, "content", getattr(part, "text", part))
+        part = (
+            part.get("content", part.get("text"))
+            if isinstance(part, dict)
+            else getattr(part, "content", getattr(part, "text", part))
+        )
         part = part[0] if isinstance(part, list) and part else part
     return part

@@ -114,9 +114,14 @@ class GatewayContext(ConversationContext):
 
     def log_submitted(self, record: ResponseRecord, user: str | None, request_id: str) -> None:
         log.info(
-            "request submitted", response_id=record.response_id, kind=record.kind, num_sequences=record.num_prompts * record.n,
-            x_request_id=request_id, user=(user or "-")[:128], tenant=self.tenant.name,
-        )  # fmt: skip
+            "request submitted",
+            response_id=record.response_id,
+            kind=record.kind,
+            num_sequences=record.num_prompts * record.n,
+            x_request_id=request_id,
+            user=(user or "-")[:128],
+            tenant=self.tenant.name,
+        )
 
 
 def context_of(request: Request) -> GatewayContext:

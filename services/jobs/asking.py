@@ -66,7 +66,9 @@ class Asked:
 
 def key_of(batch_id: str, custom_id: str, attempt: int = 0) -> str:
     """The end of the ids of a line's response and answer."""
-    return hashlib.blake2b(f"{batch_id}/{attempt}/{custom_id}".encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
+    return hashlib.blake2b(
+        f"{batch_id}/{attempt}/{custom_id}".encode("utf-8", "surrogatepass"), digest_size=16
+    ).hexdigest()
 
 
 async def ask(context: ConversationContext, batch: BatchRecord, line: BatchLine, key: str, seed: int) -> Asked:
@@ -79,7 +81,10 @@ async def ask(context: ConversationContext, batch: BatchRecord, line: BatchLine,
         raise Invalid("this request alone is more than the server takes at once", code="request_too_large")
     # raises for what the tenant's limits never allow
     context.caller.charge(tokens, outputs, len(asked.requests))
-    requests = [structs.replace(each, scheduling=structs.replace(each.scheduling, priority=behind(each.scheduling.priority))) for each in asked.requests]
+    requests = [
+        structs.replace(each, scheduling=structs.replace(each.scheduling, priority=behind(each.scheduling.priority)))
+        for each in asked.requests
+    ]
     size = sum(len(encode(each)) for each in requests)
     check_size(size, settings.max_held_size)
     has_room = size + len(asked.stored) <= settings.max_held_size
@@ -122,12 +127,17 @@ async def ask_response(context: ConversationContext, value: Json, key: str, seed
     if body.seed is None:
         body = body.model_copy(update={"seed": seed})
     if body.truncation == "auto":
-        raise Invalid("truncation 'auto' is not available in a batch: what does not fit is an error of its line", param="truncation")
+        raise Invalid(
+            "truncation 'auto' is not available in a batch: what does not fit is an error of its line",
+            param="truncation",
+        )
     body, before = await with_conversation(context, body)
     record, requests, stored = await prepare_response(context, body, before, None, key=key, is_background=True)
 
     def fold(record: ResponseRecord, logs: Logs, problems: Problems) -> tuple[Any, Totals]:
-        return fold_translation(record, logs, problems, ResponseEvents(record, body.asked(requests[0].params) | {"background": False}))
+        return fold_translation(
+            record, logs, problems, ResponseEvents(record, body.asked(requests[0].params) | {"background": False})
+        )
 
     return Asked(record, requests, stored, fold)
 
@@ -139,10 +149,17 @@ async def ask_message(context: RequestContext, value: Json, key: str, seed: int)
     chat = message_chat(body if body.seed is not None else body.model_copy(update={"seed": seed}))
     with own_terms(MESSAGE_NAMES):
         record, requests = await prepare(context, chat.intent(), "message", None, key=key, is_background=True)
-    return Asked(record, requests, b"", lambda record, logs, problems: fold_translation(record, logs, problems, MessageEvents(record)))
+    return Asked(
+        record,
+        requests,
+        b"",
+        lambda record, logs, problems: fold_translation(record, logs, problems, MessageEvents(record)),
+    )
 
 
-def fold_translation(record: ResponseRecord, logs: Logs, problems: Problems, translation: Translation) -> tuple[Any, Totals]:
+def fold_translation(
+    record: ResponseRecord, logs: Logs, problems: Problems, translation: Translation
+) -> tuple[Any, Totals]:
     """The answer of another API. Raises RequestFailed, in its terms."""
     folded = Fold(record, translation)
     [folded.choice.schema_errors] = problems
@@ -194,4 +211,6 @@ def choices_of(record: ResponseRecord, logs: Logs, problems: Problems) -> list[C
 
 def count(used: Usage) -> Totals:
     """One completed line, of its usage."""
-    return Totals(1, 0, used.num_prompt_tokens, used.num_cached_tokens, used.num_output_tokens, used.num_reasoning_tokens or 0)
+    return Totals(
+        1, 0, used.num_prompt_tokens, used.num_cached_tokens, used.num_output_tokens, used.num_reasoning_tokens or 0
+    )

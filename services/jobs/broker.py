@@ -47,7 +47,11 @@ def batch_of(message: Any) -> str:
         raise Invalid(f"unknown task {str(headers.get('task'))[:64]!r}")
     if headers.get("compression") is not None:
         raise Invalid("its body is compressed")
-    if (message.get("content-type"), message.get("content-encoding"), properties.get("body_encoding")) != ("application/json", "utf-8", "base64"):
+    if (message.get("content-type"), message.get("content-encoding"), properties.get("body_encoding")) != (
+        "application/json",
+        "utf-8",
+        "base64",
+    ):
         raise Invalid("its body is not JSON in base64")
     body = message.get("body")
     if not isinstance(body, str) or len(body) > MAX_BODY:
@@ -56,7 +60,13 @@ def batch_of(message: Any) -> str:
         arguments = orjson.loads(base64.b64decode(body, validate=True))
     except (binascii.Error, orjson.JSONDecodeError) as error:
         raise Invalid(f"its body does not decode: {error}") from None
-    if not isinstance(arguments, list) or len(arguments) != 3 or not isinstance(arguments[0], list) or len(arguments[0]) != 1 or arguments[1] != {}:
+    if (
+        not isinstance(arguments, list)
+        or len(arguments) != 3
+        or not isinstance(arguments[0], list)
+        or len(arguments[0]) != 1
+        or arguments[1] != {}
+    ):
         raise Invalid("its arguments are not one batch")
     if not is_batch_id(batch_id := arguments[0][0]):
         raise Invalid(f"it names no batch: {str(batch_id)[:64]!r}")
@@ -74,7 +84,14 @@ def task_of(batch_id: str) -> dict[str, Any]:
         "body": base64.b64encode(body).decode(),
         "content-encoding": "utf-8",
         "content-type": "application/json",
-        "headers": {"lang": "py", "task": RUN_BATCH, "id": task_id, "root_id": task_id, "retries": 0, "timelimit": [None, None]},
+        "headers": {
+            "lang": "py",
+            "task": RUN_BATCH,
+            "id": task_id,
+            "root_id": task_id,
+            "retries": 0,
+            "timelimit": [None, None],
+        },
         "properties": {
             "correlation_id": task_id,
             "delivery_mode": 2,
@@ -108,7 +125,9 @@ class CarefulQoS(kombu_redis.QoS):  # type: ignore[misc]
             with self.channel.conn_or_acquire(client) as own:
                 raw = own.hget(self.unacked_key, tag) or b""
             self._remove_from_indices(tag).execute()
-            self.channel.connection.refuse(raw, Invalid(f"a task that was taken and not acknowledged can't be read: {error!r:.200}"))
+            self.channel.connection.refuse(
+                raw, Invalid(f"a task that was taken and not acknowledged can't be read: {error!r:.200}")
+            )
 
 
 class CarefulChannel(JobChannel):
@@ -119,8 +138,16 @@ class CarefulChannel(JobChannel):
             return super()._brpop_read(**options)
         except TEMPORARY:
             raise
-        except (ValueError, TypeError, ArithmeticError, LookupError, RecursionError) as error:  # as kombu's JSON, with its own types, has it
-            self.connection.refuse(str(getattr(error, "doc", "")).encode(errors="replace"), Invalid(f"not JSON: {error!r:.200}"))
+        except (
+            ValueError,
+            TypeError,
+            ArithmeticError,
+            LookupError,
+            RecursionError,
+        ) as error:  # as kombu's JSON, with its own types, has it
+            self.connection.refuse(
+                str(getattr(error, "doc", "")).encode(errors="replace"), Invalid(f"not JSON: {error!r:.200}")
+            )
             raise Empty from None
 
     def _do_restore_message(self, payload: Any, *others: Any, **named: Any) -> None:

@@ -50,7 +50,11 @@ def check_input(storage: Storage, path: str, batch_id: str, endpoint: str, max_l
             try:
                 line = read_line(text, endpoint, max_line_bytes)
                 if line.custom_id in lines:
-                    raise Invalid(f"the custom_id {shortened(line.custom_id)!r} has been there before", param="custom_id", code="duplicate_custom_id")
+                    raise Invalid(
+                        f"the custom_id {shortened(line.custom_id)!r} has been there before",
+                        param="custom_id",
+                        code="duplicate_custom_id",
+                    )
                 if len(lines) >= MAX_LINES:
                     raise Invalid(f"at most {MAX_LINES} requests in one batch", code="too_many_requests")
             except Invalid as error:
@@ -61,7 +65,9 @@ def check_input(storage: Storage, path: str, batch_id: str, endpoint: str, max_l
             lines[line.custom_id] = text, weight_of(line.body)
             models.add(line.body["model"])
     if not lines and not errors:
-        errors.append({"code": "empty_file", "line": None, "message": "the file has no requests", "param": "input_file_id"})
+        errors.append(
+            {"code": "empty_file", "line": None, "message": "the file has no requests", "param": "input_file_id"}
+        )
     if not errors:
         keep(storage, batch_id, [lines[custom_id] for custom_id in sorted(lines)])
     return Checked(len(lines), next(iter(models)) if len(models) == 1 else "", errors)
@@ -72,7 +78,11 @@ def weight_of(body: dict[str, Any]) -> int:
     tokens. By a body that is not checked yet."""
     asked = body.get("prompt", body.get("input"))
     num_prompts = sum(isinstance(each, str | list) for each in asked) if isinstance(asked, list) else 1
-    numbers = {name: value for name in ("n", "best_of", "top_logprobs", "logprobs") if isinstance(value := whole(body.get(name)), int)}
+    numbers = {
+        name: value
+        for name in ("n", "best_of", "top_logprobs", "logprobs")
+        if isinstance(value := whole(body.get(name)), int)
+    }
     num_choices = max(1, numbers.get("n", 1), numbers.get("best_of", 1))
     return max(1, num_prompts) * num_choices * (1 + max(0, numbers.get("top_logprobs", 0), numbers.get("logprobs", 0)))
 

@@ -72,7 +72,10 @@ def spool(storage: Storage, batch_id: str, answers: list[AnsweredLine]) -> list[
     path = f"{spool_folder(batch_id)}/{uuid.uuid4().hex}"
     storage.write(path, b"".join(answer.line for answer in answers))
     ends = itertools.accumulate(len(answer.line) for answer in answers)
-    return [replace(answer, line=b"", spooled=(path, end - len(answer.line), end)) for answer, end in zip(answers, ends, strict=True)]
+    return [
+        replace(answer, line=b"", spooled=(path, end - len(answer.line), end))
+        for answer, end in zip(answers, ends, strict=True)
+    ]
 
 
 def write_part(storage: Storage, batch_id: str, number: int, answers: list[AnsweredLine]) -> Totals:

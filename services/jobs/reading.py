@@ -24,7 +24,9 @@ LOOK_AGAIN_S = 1.0
 SILENT_S = 60.0  # of a log that has no end, though nothing is in the pipeline
 
 
-async def read_answer(client: "redis.asyncio.Redis", asked: Asked, turn: asyncio.Semaphore, answers: AnswerChecker) -> tuple[Any, Any]:
+async def read_answer(
+    client: "redis.asyncio.Redis", asked: Asked, turn: asyncio.Semaphore, answers: AnswerChecker
+) -> tuple[Any, Any]:
     """The answer's body, and what it counts, once all logs of the response have their ends. Raises
     RequestFailed; Lost where Redis has lost a log, or a part of one.
 

@@ -70,7 +70,9 @@ class BatchRun:
         self.is_answering = False  # else it looks at files, and is best left to finish
         self.done = Totals()  # of the parts
         self.found = 0  # lines that were answered when this run began
-        self.num_reported = 0  # answered lines in the batch's record, including those that this run has yet to read again
+        self.num_reported = (
+            0  # answered lines in the batch's record, including those that this run has yet to read again
+        )
         self.blocks = OpenBlocks(runtime.storage, batch_id)
         self.in_flight: dict[str, Asked] = {}  # by response
         self.spans: BatchSpans | None = None
@@ -110,7 +112,13 @@ class BatchRun:
         if self.is_answering:
             answered = max(0, totals.num_lines - self.found)
             rate = round(answered / max(time.monotonic() - self.began_at, 1e-3), 2)
-            log.info("batch goes on", batch_id=self.batch_id, num_completed=totals.completed, num_failed=totals.num_lines - totals.completed, lines_per_s=rate)
+            log.info(
+                "batch goes on",
+                batch_id=self.batch_id,
+                num_completed=totals.completed,
+                num_failed=totals.num_lines - totals.completed,
+                lines_per_s=rate,
+            )
 
     def _totals(self) -> Totals:
         """Totals of the parts, and of the blocks that are being answered."""
@@ -124,7 +132,10 @@ class BatchRun:
             if not await persist(self.lease.renew):
                 if not await persist(self.lease.is_free):
                     raise LeaseLost("another worker has taken the batch")
-                log.warning("the lease expired and no other worker has taken the batch: another run goes on", batch_id=self.batch_id)
+                log.warning(
+                    "the lease expired and no other worker has taken the batch: another run goes on",
+                    batch_id=self.batch_id,
+                )
                 return True  # the state of this run may be old
             if (batch := await self._load()) is None:
                 raise LeaseLost("the batch is gone from Redis")
@@ -172,10 +183,15 @@ class BatchRun:
         if batch is None:
             return False  # a Redis that is being restored may need the batch's folder
         if not batch.is_running:
-            await asyncio.to_thread(self.runtime.storage.remove, inputs.folder_of(self.batch_id))  # of one that ended while its worker died
+            await asyncio.to_thread(
+                self.runtime.storage.remove, inputs.folder_of(self.batch_id)
+            )  # of one that ended while its worker died
             return False
         if batch.num_begun >= MAX_BEGUN:
-            await self._fail("worker_died", f"{MAX_BEGUN} workers in a row have died or failed at this batch without answering a line of it")
+            await self._fail(
+                "worker_died",
+                f"{MAX_BEGUN} workers in a row have died or failed at this batch without answering a line of it",
+            )
             return False
         await self._begun(batch.num_begun + 1)
         self._note(batch)
@@ -198,7 +214,9 @@ class BatchRun:
                 return False
             index = [0]  # it never began
         parts = await asyncio.to_thread(output.find_parts, self.runtime.storage, self.batch_id)
-        await asyncio.to_thread(self.runtime.storage.remove, output.spool_folder(self.batch_id))  # by a run that was cut off
+        await asyncio.to_thread(
+            self.runtime.storage.remove, output.spool_folder(self.batch_id)
+        )  # by a run that was cut off
         self.done = sum((output.totals_of(name) for name in parts.values()), Totals())
         missing = [number for number in range(len(index) - 1) if number not in parts]
         self.is_answering = bool(missing)
@@ -216,7 +234,9 @@ class BatchRun:
         async with self.runtime.checking:
             try:
                 file = await persist(lambda: self.runtime.files.load(record.input_file_id, record.owner))
-                checked = await asyncio.to_thread(inputs.check_input, self.runtime.storage, file.path, self.batch_id, record.endpoint, longest)
+                checked = await asyncio.to_thread(
+                    inputs.check_input, self.runtime.storage, file.path, self.batch_id, record.endpoint, longest
+                )
             except (Invalid, FileNotFoundError):
                 checked = None
         if checked is None or checked.errors:
@@ -224,7 +244,9 @@ class BatchRun:
                 await self._fail_with(GONE if checked is None else checked.errors)
         else:
             await persist(partial(self.runtime.batches.begin, self.batch_id, checked.total, checked.model))
-            log.info("batch begins", batch_id=self.batch_id, num_requests=checked.total, model=checked.model or "several")
+            log.info(
+                "batch begins", batch_id=self.batch_id, num_requests=checked.total, model=checked.model or "several"
+            )
         return await self._load() or batch
 
     async def _fail(self, code: str, message: str) -> None:
@@ -247,7 +269,13 @@ class BatchRun:
         async with asyncio.TaskGroup() as group:
             for turn, number in enumerate(missing):
                 await self.blocks.room.acquire()
-                lines = await asyncio.to_thread(inputs.read_block, self.runtime.storage, self.batch_id, batch.record.endpoint, *index[number : number + 2])
+                lines = await asyncio.to_thread(
+                    inputs.read_block,
+                    self.runtime.storage,
+                    self.batch_id,
+                    batch.record.endpoint,
+                    *index[number : number + 2],
+                )
                 block = self.blocks.open(number, len(lines))
                 for place, line in enumerate(lines):
                     begun = await self._begin(batch, line, may_be_left=turn < MAX_OPEN)
@@ -256,7 +284,9 @@ class BatchRun:
                         continue
                     await self._enter(batch, begun)
                     task = group.create_task(self._answer(batch, block, place, line, begun))
-                    task.add_done_callback(partial(self._leave, len(begun.requests)))  # also of one that is cancelled before it begins
+                    task.add_done_callback(
+                        partial(self._leave, len(begun.requests))
+                    )  # also of one that is cancelled before it begins
 
     async def _enter(self, batch: Batch, asked: Asked) -> None:
         """Take the slots and submit: one line at a time, and again while the server is full, or the
@@ -276,7 +306,9 @@ class BatchRun:
     def _leave(self, count: int, _: "asyncio.Task[None]") -> None:
         self.runtime.slots.release(count)
 
-    async def _begin(self, batch: Batch, line: BatchLine, attempt: int = 0, *, may_be_left: bool = False) -> Asked | AnsweredLine:
+    async def _begin(
+        self, batch: Batch, line: BatchLine, attempt: int = 0, *, may_be_left: bool = False
+    ) -> Asked | AnsweredLine:
         """The line, ready for the pipeline; or its answer, if it needs none. Waits for missing stages.
 
         may_be_left: an earlier run may have submitted it. Then it is looked for even in a batch that
@@ -309,7 +341,11 @@ class BatchRun:
         while True:
             block.asked.append(asked)
             outcome = await self._outcome(line, asked)
-            answer, attempt, num_lost = outcome if isinstance(outcome, AnsweredLine) else None, attempt + 1, num_lost + (outcome is LOST)
+            answer, attempt, num_lost = (
+                outcome if isinstance(outcome, AnsweredLine) else None,
+                attempt + 1,
+                num_lost + (outcome is LOST),
+            )
             if self.spans is not None:
                 self.spans.line(asked, line.custom_id, answer)
             self.in_flight.pop(asked.record.response_id, None)
@@ -330,7 +366,12 @@ class BatchRun:
             await self.runtime.slots.ended(asked.record.served_model, [each.request_id for each in asked.requests])
             body, totals = await read_answer(self.runtime.client, asked, self.runtime.reading, self.runtime.answers)
         except Lost as error:
-            log.warning("a request of a batch was lost", batch_id=self.batch_id, response_id=asked.record.response_id, error=error)
+            log.warning(
+                "a request of a batch was lost",
+                batch_id=self.batch_id,
+                response_id=asked.record.response_id,
+                error=error,
+            )
             return LOST
         except RequestFailed as failed:
             if failed.error.code == NO_REPLICA:
@@ -347,7 +388,11 @@ class BatchRun:
         record = asked.record
         self.in_flight[record.response_id] = asked  # before Redis has it: a batch that closes cancels it either way
         try:
-            await persist(lambda: admit(self.runtime.context.admission, Caller(batch.record.tenant), record, asked.requests, asked.stored))
+            await persist(
+                lambda: admit(
+                    self.runtime.context.admission, Caller(batch.record.tenant), record, asked.requests, asked.stored
+                )
+            )
         except Rejected as error:
             if error.code == STORAGE_LIMIT and asked.stored:  # the answer goes to the batch's file in any case
                 return await self._submit(batch, replace(asked, stored=b""), started_at)
@@ -361,7 +406,9 @@ class BatchRun:
 
     def _broken(self, line: BatchLine, error: Exception) -> AnsweredLine:
         """The answer for a line at which a bug showed: the others go on."""
-        log.exception("unexpected error", batch_id=self.batch_id, custom_id=line.custom_id, error=repr(without_command(error)))
+        log.exception(
+            "unexpected error", batch_id=self.batch_id, custom_id=line.custom_id, error=repr(without_command(error))
+        )
         return self._refused(line, RequestError("internal error"))
 
     async def _settle(self, block: Block, place: int, answer: AnsweredLine) -> None:
@@ -380,19 +427,31 @@ class BatchRun:
         parts = await asyncio.to_thread(output.find_parts, storage, self.batch_id)
         if len(parts) < num_blocks:
             return True
-        self.done = sum((output.totals_of(name) for name in parts.values()), Totals())  # what is counted is what is written
+        self.done = sum(
+            (output.totals_of(name) for name in parts.values()), Totals()
+        )  # what is counted is what is written
         made: dict[str, str] = {}
         for kind, mark in (("output", output.COMPLETED), ("error", output.FAILED)):
             file_id = f"file-{hashlib.blake2b(f'{self.batch_id}/{kind}'.encode(), digest_size=12).hexdigest()}"
             now, name = int(time.time()), f"{self.batch_id}_{kind}.jsonl"
             file = FileRecord(file_id, record.owner, name, "batch_output", 0, now, now + record.output_ttl_s)
-            num_bytes = await asyncio.to_thread(output.assemble, storage, self.batch_id, [parts[number] for number in sorted(parts)], file.path, mark)
+            num_bytes = await asyncio.to_thread(
+                output.assemble, storage, self.batch_id, [parts[number] for number in sorted(parts)], file.path, mark
+            )
             if num_bytes:
                 await persist(partial(self.runtime.files.enter, replace(file, num_bytes=num_bytes)))
                 made[f"{kind}_file_id"] = file_id
         status = CLOSED[self.closing][0] if self.closing else "completed"
         await persist(self._note_done)
-        await persist(lambda: batches.move(self.batch_id, RUNNING, status, total=self.done.num_lines, **made, **asdict(self.done)))
+        await persist(
+            lambda: batches.move(self.batch_id, RUNNING, status, total=self.done.num_lines, **made, **asdict(self.done))
+        )
         await asyncio.to_thread(storage.remove, inputs.folder_of(self.batch_id))
-        log.info("batch ended", batch_id=self.batch_id, status=status, num_completed=self.done.completed, num_failed=self.done.num_lines - self.done.completed)
+        log.info(
+            "batch ended",
+            batch_id=self.batch_id,
+            status=status,
+            num_completed=self.done.completed,
+            num_failed=self.done.num_lines - self.done.completed,
+        )
         return False

@@ -87,7 +87,9 @@ class Deaths:
             pipe.expire(WORKERS_KEY, int(DEATHS_WINDOW_S))
             pipe.zrange(WORKERS_KEY, -MAX_COUNTED, -1)
             *_, members = pipe.execute()
-        holders = [member.decode(errors="replace").rpartition("/")[0] for member in members if member != self._member.encode()]
+        holders = [
+            member.decode(errors="replace").rpartition("/")[0] for member in members if member != self._member.encode()
+        ]
         return sum(holder not in live for holder in holders)
 
 
@@ -105,7 +107,10 @@ class JobsRuntime:
         self.images = ImageReader(self.files, ImageFetcher(settings.image_host), settings.max_held_size)
         self.answers = AnswerChecker()
         self.known = KnownReplicas(stage, self.client) if settings.wait_for_replicas_s else None
-        others = {cell.mark: connect(settings.model_copy(update={"redis_url": cell.redis_url})) for cell in cells_of(settings)[1:]}
+        others = {
+            cell.mark: connect(settings.model_copy(update={"redis_url": cell.redis_url}))
+            for cell in cells_of(settings)[1:]
+        }
         self.limits = SharedLimits(self.client, others) if others else None
         admission = Admission(stage, self.client, settings, known=self.known, shared=self.limits)
         self.context = ConversationContext(
@@ -118,7 +123,9 @@ class JobsRuntime:
             admission=admission,
             store=Store(self.client, self.client, 1.0),
         )
-        self.slots = SequenceSlots(self.client, settings.batch_requests, settings.busy_batch_requests, self._num_of_other_workers)
+        self.slots = SequenceSlots(
+            self.client, settings.batch_requests, settings.busy_batch_requests, self._num_of_other_workers
+        )
         self.queue = make_queue(settings.redis_url, careful(stage.transport))
         self.deaths = Deaths(stage.transport, stage.replica_id)
         self.stopping = asyncio.Event()
@@ -176,7 +183,12 @@ class JobsRuntime:
     async def _beat(self) -> None:
         while True:
             self.stage.mark_alive()
-            self.stage.load = Load(batches=self.num_running, sequences=self.slots.num_taken, max_sequences=self.slots.limit, deaths=self.deaths.num_recent)
+            self.stage.load = Load(
+                batches=self.num_running,
+                sequences=self.slots.num_taken,
+                max_sequences=self.slots.limit,
+                deaths=self.deaths.num_recent,
+            )
             await asyncio.sleep(BEAT_S)
 
     def _num_of_other_workers(self) -> int:

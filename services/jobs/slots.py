@@ -23,7 +23,9 @@ BUSY_S = 2.0  # for which a request of another client is remembered: the next on
 class SequenceSlots:
     """Counts the sequences of this worker's batches, and watches for the ends of their requests."""
 
-    def __init__(self, client: "redis.asyncio.Redis", most: int, most_when_busy: int, of_other_workers: Callable[[], int]) -> None:
+    def __init__(
+        self, client: "redis.asyncio.Redis", most: int, most_when_busy: int, of_other_workers: Callable[[], int]
+    ) -> None:
         """most, most_when_busy: sequences, alone and while other clients' requests run.
 
         of_other_workers: how many sequences other workers' batches had in the pipeline a moment ago.
@@ -66,7 +68,9 @@ class SequenceSlots:
     async def ended(self, model: str, request_ids: list[str]) -> None:
         """Wait until none of the requests is in the model's pipeline any more."""
         waiting = self._waiting.setdefault(model, {})
-        futures = [waiting.setdefault(request_id, asyncio.get_running_loop().create_future()) for request_id in request_ids]
+        futures = [
+            waiting.setdefault(request_id, asyncio.get_running_loop().create_future()) for request_id in request_ids
+        ]
         self._has_waiting.set()
         try:
             await asyncio.gather(*futures)

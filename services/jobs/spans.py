@@ -34,9 +34,11 @@ class BatchSpans:
         """Record that this run is over; the batch has so many lines that are answered. is_over: so
         is the batch."""
         attributes: Attributes = {
-            "penstock.batch_id": self.batch_id, "penstock.num_completed": num_completed, "penstock.num_failed": num_failed,
+            "penstock.batch_id": self.batch_id,
+            "penstock.num_completed": num_completed,
+            "penstock.num_failed": num_failed,
             "penstock.is_over": is_over,
-        }  # fmt: skip
+        }
         own = self.tracer.record("batch run", self.traceparent, started_at, time.time(), attributes)
         for name, began_at, ended_at in self._parts:
             self.tracer.record(name, own, began_at, ended_at, {})
@@ -45,12 +47,20 @@ class BatchSpans:
         """A line that is about to enter the pipeline, with a trace. key: what its ids end with."""
         traceparent = self.tracer.trace_of(key)
         requests = [structs.replace(each, traceparent=traceparent) for each in asked.requests]
-        return replace(asked, record=replace(asked.record, traceparent=traceparent), requests=requests, asked_at=time.time())
+        return replace(
+            asked, record=replace(asked.record, traceparent=traceparent), requests=requests, asked_at=time.time()
+        )
 
     def admitted(self, asked: Asked, started_at: float) -> None:
         """Redis has it; it had its place since then."""
         if asked.record.traceparent:
-            self.tracer.record("admission", asked.record.traceparent, started_at, time.time(), {"penstock.num_sequences": len(asked.requests)})
+            self.tracer.record(
+                "admission",
+                asked.record.traceparent,
+                started_at,
+                time.time(),
+                {"penstock.num_sequences": len(asked.requests)},
+            )
 
     def line(self, asked: Asked, custom_id: str, answer: AnsweredLine | None) -> None:
         """Record a request's outcome; None: it has to be asked again."""
@@ -58,8 +68,13 @@ class BatchSpans:
             return
         outcome = "lost" if answer is None else "completed" if answer.is_completed else "failed"
         attributes: Attributes = {
-            "penstock.batch_id": self.batch_id, "penstock.custom_id": custom_id, "gen_ai.request.model": asked.record.model,
-            "gen_ai.response.id": asked.record.response_id, "penstock.outcome": outcome,
+            "penstock.batch_id": self.batch_id,
+            "penstock.custom_id": custom_id,
+            "gen_ai.request.model": asked.record.model,
+            "gen_ai.response.id": asked.record.response_id,
+            "penstock.outcome": outcome,
             "penstock.num_output_tokens": answer.totals.output_tokens if answer is not None else 0,
-        }  # fmt: skip
-        self.tracer.record_root("batch line", asked.record.traceparent, asked.asked_at, time.time(), attributes, link=self.traceparent)
+        }
+        self.tracer.record_root(
+            "batch line", asked.record.traceparent, asked.asked_at, time.time(), attributes, link=self.traceparent
+        )

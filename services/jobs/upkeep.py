@@ -63,7 +63,9 @@ async def claim(runtime: JobsRuntime, name: str, every_s: int) -> bool:
         # from before Redis' clock went back: it would hold for as long as that was
         if await runtime.client.pttl(upkeep_key(name)) > 1000 * every_s:
             await runtime.client.delete(upkeep_key(name))
-        return bool(await runtime.client.set(upkeep_key(name), runtime.stage.replica_id, nx=True, ex=max(1, every_s - 1)))
+        return bool(
+            await runtime.client.set(upkeep_key(name), runtime.stage.replica_id, nx=True, ex=max(1, every_s - 1))
+        )
     except redis.OutOfMemoryError:
         return True
 
@@ -86,7 +88,9 @@ async def sweep(runtime: JobsRuntime) -> None:
     # no task is lost: batches that wait for long are not sent again
     if len(queued) <= num_tasks:
         await keep_queued(runtime, list(queued))
-    elif not num_tasks and (lost := [name for name, left_ms in queued.items() if left_ms < 1000 * (QUEUED_S - BEGUN_WITHIN_S)]):
+    elif not num_tasks and (
+        lost := [name for name, left_ms in queued.items() if left_ms < 1000 * (QUEUED_S - BEGUN_WITHIN_S)]
+    ):
         # a worker took them and died before it began
         await runtime.client.delete(*map(batch_queued_key, lost))
     alive, running = runtime.stage.registry.ids("jobs"), []
@@ -149,7 +153,9 @@ def backlog_of(batches: list[Batch]) -> Backlog | None:
     if not batches:
         return None
     waiting = sum(batch.total - batch.totals.num_lines for batch in batches)
-    return Backlog(waiting, min(batch.record.created_at for batch in batches), min(batch.progressed_at for batch in batches))
+    return Backlog(
+        waiting, min(batch.record.created_at for batch in batches), min(batch.progressed_at for batch in batches)
+    )
 
 
 async def running_batches(runtime: JobsRuntime) -> list[str]:
@@ -167,7 +173,12 @@ async def check_memory(runtime: JobsRuntime) -> None:
     if memory.share < CROWDED:
         return
     num_logs = await shorten_logs(runtime)
-    log.warning("Redis is nearly full: token logs of ended requests are dropped early", used_share=memory.share, num_logs=num_logs, max_memory=memory.limit)
+    log.warning(
+        "Redis is nearly full: token logs of ended requests are dropped early",
+        used_share=memory.share,
+        num_logs=num_logs,
+        max_memory=memory.limit,
+    )
     if memory.share >= BATCHES_PAUSE:
         with suppress(redis.OutOfMemoryError):  # then batches can add nothing anyway
             await runtime.client.set(upkeep_key("full"), "1", ex=3 * MEMORY_EVERY_S)
@@ -242,7 +253,9 @@ async def remove_streams(runtime: JobsRuntime) -> int:
     num_removed = 0
     for make in (requests, prompts):
         prefix = make("").key
-        for key in [without_cell(key).decode() async for key in runtime.client.scan_iter(match=f"{prefix}*", count=SCAN_COUNT)]:
+        for key in [
+            without_cell(key).decode() async for key in runtime.client.scan_iter(match=f"{prefix}*", count=SCAN_COUNT)
+        ]:
             if key.removeprefix(prefix) not in served:
                 num_removed += await REMOVE_UNUSED.run(runtime.client, [key], UNUSED_MS)
     return num_removed

@@ -56,7 +56,10 @@ def add_tasks(queue: Celery, runtime: JobsRuntime) -> None:
             log.warning("a batch is left for later", batch_id=batch_id, error=reason_of(error))
 
     queue.task(name=RUN_BATCH)(run_batch)
-    queue.conf.beat_schedule = {name: {"task": name, "schedule": schedule(every_s, nowfun=uptime, app=queue)} for name, (_, every_s) in UPKEEP.items()}
+    queue.conf.beat_schedule = {
+        name: {"task": name, "schedule": schedule(every_s, nowfun=uptime, app=queue)}
+        for name, (_, every_s) in UPKEEP.items()
+    }
 
 
 def uptime() -> datetime:
@@ -135,7 +138,14 @@ def work(runtime: JobsRuntime) -> None:
     signals.worker_ready.connect(lambda **_: runtime.stage.join(), weak=False)
     # about tasks that run on while Redis is away, as ours are to; Celery turns it on as it starts
     signals.worker_ready.connect(lambda **_: warnings.simplefilter("ignore", CPendingDeprecationWarning), weak=False)
-    worker = queue.Worker(pool="threads", concurrency=CONCURRENCY, quiet=True, without_gossip=True, without_mingle=True, without_heartbeat=True)
+    worker = queue.Worker(
+        pool="threads",
+        concurrency=CONCURRENCY,
+        quiet=True,
+        without_gossip=True,
+        without_mingle=True,
+        without_heartbeat=True,
+    )
     runtime.deaths.enter()
     beat.start()
     try:
@@ -154,7 +164,11 @@ def be_brief(record: logging.LogRecord) -> bool:
     """Drops Celery's tracebacks of a Redis that can't serve: they help no reader."""
     error = record.exc_info[1] if record.exc_info else None
     if error is not None and is_temporary(error):
-        record.msg, record.args, record.exc_info = f"redis can't serve, ending the process: {reason_of(error)}", (), None
+        record.msg, record.args, record.exc_info = (
+            f"redis can't serve, ending the process: {reason_of(error)}",
+            (),
+            None,
+        )
     return True
 
 

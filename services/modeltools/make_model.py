@@ -35,19 +35,74 @@ class Shape:
 
 
 SHAPES = {
-    "qwen2.5-0.5b": Shape("Qwen2ForCausalLM", "qwen2", 151_936, 896, 4864, 24, 14, 2, 64, 32_768, {"rope_theta": 1e6, "rope_type": "default"}, True),
+    "qwen2.5-0.5b": Shape(
+        "Qwen2ForCausalLM",
+        "qwen2",
+        151_936,
+        896,
+        4864,
+        24,
+        14,
+        2,
+        64,
+        32_768,
+        {"rope_theta": 1e6, "rope_type": "default"},
+        True,
+    ),
     "llama-3.2-1b": Shape(
-        "LlamaForCausalLM", "llama", 128_256, 2048, 8192, 16, 32, 8, 64, 131_072,
+        "LlamaForCausalLM",
+        "llama",
+        128_256,
+        2048,
+        8192,
+        16,
+        32,
+        8,
+        64,
+        131_072,
         {
-            "rope_theta": 5e5, "rope_type": "llama3", "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+            "rope_theta": 5e5,
+            "rope_type": "llama3",
+            "factor": 32.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
             "original_max_position_embeddings": 8192,
         },
     ),
-    "llama-3-8b": Shape("LlamaForCausalLM", "llama", 128_256, 4096, 14_336, 32, 32, 8, 128, 8192, {"rope_theta": 5e5, "rope_type": "default"}),
-    "qwen2.5-7b": Shape("Qwen2ForCausalLM", "qwen2", 152_064, 3584, 18_944, 28, 28, 4, 128, 32_768, {"rope_theta": 1e6, "rope_type": "default"}, True),
-    "smollm2-135m": Shape("LlamaForCausalLM", "llama", 49_152, 576, 1536, 30, 9, 3, 64, 8192, {"rope_theta": 1e5, "rope_type": "default"}),
-    "tiny": Shape("LlamaForCausalLM", "llama", 2048, 64, 128, 2, 4, 2, 16, 2048, {"rope_theta": 1e4, "rope_type": "default"}),
-}  # fmt: skip
+    "llama-3-8b": Shape(
+        "LlamaForCausalLM",
+        "llama",
+        128_256,
+        4096,
+        14_336,
+        32,
+        32,
+        8,
+        128,
+        8192,
+        {"rope_theta": 5e5, "rope_type": "default"},
+    ),
+    "qwen2.5-7b": Shape(
+        "Qwen2ForCausalLM",
+        "qwen2",
+        152_064,
+        3584,
+        18_944,
+        28,
+        28,
+        4,
+        128,
+        32_768,
+        {"rope_theta": 1e6, "rope_type": "default"},
+        True,
+    ),
+    "smollm2-135m": Shape(
+        "LlamaForCausalLM", "llama", 49_152, 576, 1536, 30, 9, 3, 64, 8192, {"rope_theta": 1e5, "rope_type": "default"}
+    ),
+    "tiny": Shape(
+        "LlamaForCausalLM", "llama", 2048, 64, 128, 2, 4, 2, 16, 2048, {"rope_theta": 1e4, "rope_type": "default"}
+    ),
+}
 
 
 def make_model(out: Path, *, shape: str, dtype: str, seed: int, force: bool = False) -> None:
@@ -59,7 +114,8 @@ def make_model(out: Path, *, shape: str, dtype: str, seed: int, force: bool = Fa
         sys.stderr.write(f"making a model of shape {shape}\n")
     generator = torch.Generator().manual_seed(seed)
     tensors = {
-        name: _random(name, size, generator).to(getattr(torch, dtype)) for name, size in tqdm(list(tensor_sizes(chosen)), desc="making weights", unit="tensor")
+        name: _random(name, size, generator).to(getattr(torch, dtype))
+        for name, size in tqdm(list(tensor_sizes(chosen)), desc="making weights", unit="tensor")
     }
     write_model(out, tensors, lambda: write_config(out, chosen, dtype))
 
@@ -96,7 +152,10 @@ def tensor_sizes(shape: Shape) -> list[tuple[str, tuple[int, ...]]]:
     """Every tensor of the checkpoint, by the names that transformers gives them."""
     hidden, inter = shape.hidden_size, shape.intermediate_size
     q_size, kv_size = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
-    sizes: list[tuple[str, tuple[int, ...]]] = [("model.embed_tokens.weight", (shape.vocab_size, hidden)), ("model.norm.weight", (hidden,))]
+    sizes: list[tuple[str, tuple[int, ...]]] = [
+        ("model.embed_tokens.weight", (shape.vocab_size, hidden)),
+        ("model.norm.weight", (hidden,)),
+    ]
     for number in range(shape.num_layers):
         prefix = f"model.layers.{number}."
         for name, size in (("q", q_size), ("k", kv_size), ("v", kv_size)):

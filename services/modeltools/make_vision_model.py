@@ -62,7 +62,9 @@ def make_vision_model(out: Path, *, shape: str, text: str, dtype: str, seed: int
     eye, files = EYES[shape], open_model(text or TEXTS[shape], weights=True)
     open_out_folder(out, force=force)
     if files.config.get("architectures", [None])[0] != "LlamaForCausalLM":
-        raise StartupError(f"--text {text}: the text part is of Llama's family, and this model is {files.config.get('architectures')}")
+        raise StartupError(
+            f"--text {text}: the text part is of Llama's family, and this model is {files.config.get('architectures')}"
+        )
     sys.stderr.write(f"making a model of shape {shape} around {files.name}\n")
     tokenizer, ids = with_image_tokens(files)
     config = read_config(files.config)
@@ -71,7 +73,9 @@ def make_vision_model(out: Path, *, shape: str, text: str, dtype: str, seed: int
     tensors = text_tensors(files, config, vocab_size, generator) | eye_tensors(eye, config.hidden_size, generator)
 
     def write_config() -> None:
-        text_config = {name: value for name, value in files.config.items() if name not in ("architectures", "quantization_config")}
+        text_config = {
+            name: value for name, value in files.config.items() if name not in ("architectures", "quantization_config")
+        }
         text_config |= {"model_type": "llama", "vocab_size": vocab_size, "tie_word_embeddings": config.is_tied}
         write(out / "config.json", config_json(eye, text_config, ids["<image>"], dtype))
         write(out / "preprocessor_config.json", processor_json(eye))
@@ -104,18 +108,31 @@ def with_image_tokens(files: ModelFiles) -> tuple[dict[str, Any], dict[str, int]
     return tokenizer, ids
 
 
-def text_tensors(files: ModelFiles, config: ModelConfig, vocab_size: int, generator: torch.Generator) -> dict[str, Tensor]:
+def text_tensors(
+    files: ModelFiles, config: ModelConfig, vocab_size: int, generator: torch.Generator
+) -> dict[str, Tensor]:
     """The text's weights, dequantized, by SmolVLM's names; new rows of the embedding are random."""
     backend = TorchBackend(torch.float32, torch.device("cpu"))
     source = open_source(files.weights, config, backend)
-    hidden, inter, q, kv = config.hidden_size, config.intermediate_size, config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    hidden, inter, q, kv = (
+        config.hidden_size,
+        config.intermediate_size,
+        config.num_heads * config.head_dim,
+        config.num_kv_heads * config.head_dim,
+    )
     sizes: dict[str, tuple[int, ...]] = {"embed_tokens.weight": (config.vocab_size, hidden), "norm.weight": (hidden,)}
     for number in range(config.num_layers):
         layer = {
-            "self_attn.q_proj": (q, hidden), "self_attn.k_proj": (kv, hidden), "self_attn.v_proj": (kv, hidden), "self_attn.o_proj": (hidden, q),
-            "mlp.gate_proj": (inter, hidden), "mlp.up_proj": (inter, hidden), "mlp.down_proj": (hidden, inter),
-            "input_layernorm": (hidden,), "post_attention_layernorm": (hidden,),
-        }  # fmt: skip
+            "self_attn.q_proj": (q, hidden),
+            "self_attn.k_proj": (kv, hidden),
+            "self_attn.v_proj": (kv, hidden),
+            "self_attn.o_proj": (hidden, q),
+            "mlp.gate_proj": (inter, hidden),
+            "mlp.up_proj": (inter, hidden),
+            "mlp.down_proj": (hidden, inter),
+            "input_layernorm": (hidden,),
+            "post_attention_layernorm": (hidden,),
+        }
         sizes |= {f"layers.{number}.{name}.weight": size for name, size in layer.items()}
     tensors = {f"model.text_model.{name}": source.dense(f"model.{name}", size) for name, size in sizes.items()}
     head = {} if config.is_tied else {"lm_head.weight": source.dense("lm_head.weight", (config.vocab_size, hidden))}
@@ -123,7 +140,10 @@ def text_tensors(files: ModelFiles, config: ModelConfig, vocab_size: int, genera
     embedding = tensors["model.text_model.embed_tokens.weight"]
     more = torch.randn((vocab_size - config.vocab_size, hidden), generator=generator) * embedding.std()
     tensors["model.text_model.embed_tokens.weight"] = torch.cat([embedding, more])
-    return tensors | {name: torch.cat([weight, torch.zeros((vocab_size - config.vocab_size, hidden))]) for name, weight in head.items()}
+    return tensors | {
+        name: torch.cat([weight, torch.zeros((vocab_size - config.vocab_size, hidden))])
+        for name, weight in head.items()
+    }
 
 
 def eye_tensors(eye: Eye, text_hidden_size: int, generator: torch.Generator) -> dict[str, Tensor]:
@@ -137,33 +157,66 @@ def eye_tensors(eye: Eye, text_hidden_size: int, generator: torch.Generator) -> 
         "embeddings.patch_embedding.weight": matrix(hidden, 3 * eye.patch**2).reshape(hidden, 3, eye.patch, eye.patch),
         "embeddings.patch_embedding.bias": torch.zeros(hidden),
         "embeddings.position_embedding.weight": 0.1 * torch.randn((num_patches, hidden), generator=generator),
-        "post_layernorm.weight": torch.ones(hidden), "post_layernorm.bias": torch.zeros(hidden),
-    }  # fmt: skip
+        "post_layernorm.weight": torch.ones(hidden),
+        "post_layernorm.bias": torch.zeros(hidden),
+    }
     for number in range(eye.num_layers):
-        linears = {f"self_attn.{name}_proj": (hidden, hidden) for name in ("q", "k", "v", "out")} | {"mlp.fc1": (inter, hidden), "mlp.fc2": (hidden, inter)}
+        linears = {f"self_attn.{name}_proj": (hidden, hidden) for name in ("q", "k", "v", "out")} | {
+            "mlp.fc1": (inter, hidden),
+            "mlp.fc2": (hidden, inter),
+        }
         for name, size in linears.items():
-            found |= {f"encoder.layers.{number}.{name}.weight": matrix(*size), f"encoder.layers.{number}.{name}.bias": torch.zeros(size[0])}
+            found |= {
+                f"encoder.layers.{number}.{name}.weight": matrix(*size),
+                f"encoder.layers.{number}.{name}.bias": torch.zeros(size[0]),
+            }
         for name in ("layer_norm1", "layer_norm2"):
-            found |= {f"encoder.layers.{number}.{name}.weight": torch.ones(hidden), f"encoder.layers.{number}.{name}.bias": torch.zeros(hidden)}
+            found |= {
+                f"encoder.layers.{number}.{name}.weight": torch.ones(hidden),
+                f"encoder.layers.{number}.{name}.bias": torch.zeros(hidden),
+            }
     connector = 0.1 * matrix(text_hidden_size, hidden * eye.scale**2)
-    return {f"model.vision_model.{name}": tensor for name, tensor in found.items()} | {"model.connector.modality_projection.proj.weight": connector}
+    return {f"model.vision_model.{name}": tensor for name, tensor in found.items()} | {
+        "model.connector.modality_projection.proj.weight": connector
+    }
 
 
 def config_json(eye: Eye, text: dict[str, Any], image_token_id: int, dtype: str) -> dict[str, Any]:
     vision = {
-        "model_type": "smolvlm_vision", "hidden_size": eye.hidden_size, "intermediate_size": eye.intermediate_size, "num_hidden_layers": eye.num_layers,
-        "num_attention_heads": eye.num_heads, "image_size": eye.tile, "patch_size": eye.patch,
-    }  # fmt: skip
+        "model_type": "smolvlm_vision",
+        "hidden_size": eye.hidden_size,
+        "intermediate_size": eye.intermediate_size,
+        "num_hidden_layers": eye.num_layers,
+        "num_attention_heads": eye.num_heads,
+        "image_size": eye.tile,
+        "patch_size": eye.patch,
+    }
     return {
-        "architectures": ["SmolVLMForConditionalGeneration"], "model_type": "smolvlm", "dtype": dtype, "image_token_id": image_token_id,
-        "scale_factor": eye.scale, "text_config": text, "vision_config": vision, "tie_word_embeddings": text["tie_word_embeddings"],
-    }  # fmt: skip
+        "architectures": ["SmolVLMForConditionalGeneration"],
+        "model_type": "smolvlm",
+        "dtype": dtype,
+        "image_token_id": image_token_id,
+        "scale_factor": eye.scale,
+        "text_config": text,
+        "vision_config": vision,
+        "tie_word_embeddings": text["tie_word_embeddings"],
+    }
 
 
 def processor_json(eye: Eye) -> dict[str, Any]:
     """The file that transformers' image processor reads. resample 1: Lanczos."""
     return {
-        "image_processor_type": "SmolVLMImageProcessor", "do_convert_rgb": True, "do_image_splitting": True, "do_normalize": True, "do_pad": True,
-        "do_rescale": True, "do_resize": True, "image_mean": [0.5] * 3, "image_std": [0.5] * 3, "max_image_size": {"longest_edge": eye.tile},
-        "rescale_factor": 1 / 255, "resample": 1, "size": {"longest_edge": eye.longest_edge},
-    }  # fmt: skip
+        "image_processor_type": "SmolVLMImageProcessor",
+        "do_convert_rgb": True,
+        "do_image_splitting": True,
+        "do_normalize": True,
+        "do_pad": True,
+        "do_rescale": True,
+        "do_resize": True,
+        "image_mean": [0.5] * 3,
+        "image_std": [0.5] * 3,
+        "max_image_size": {"longest_edge": eye.tile},
+        "rescale_factor": 1 / 255,
+        "resample": 1,
+        "size": {"longest_edge": eye.longest_edge},
+    }

@@ -45,7 +45,13 @@ class QuantizationResult:
 
 
 def quantize(
-    model: str, out: Path, packing: Packed, *, calibration: str | None = None, tokens: int = DEFAULT_TOKENS, force: bool = False
+    model: str,
+    out: Path,
+    packing: Packed,
+    *,
+    calibration: str | None = None,
+    tokens: int = DEFAULT_TOKENS,
+    force: bool = False,
 ) -> QuantizationResult:
     """Write the packed checkpoint of `model` (a folder, a hub id or demo) to `out`, with force in
     the stead of a model that is there. Raises StartupError.
@@ -54,7 +60,11 @@ def quantize(
     rounded to nearest, whatever the layers' inputs are.
     """
     files = open_model(model, weights=True)
-    if out.resolve() in (files.folder, files.weights, files.weights.parent if files.weights.is_file() else files.weights):
+    if out.resolve() in (
+        files.folder,
+        files.weights,
+        files.weights.parent if files.weights.is_file() else files.weights,
+    ):
         raise StartupError(f"{out}: the quantized checkpoint needs a folder of its own")
     backend = choose_backend(BFLOAT16, CPU)
     if not isinstance(backend, CpuBackend):
@@ -76,7 +86,10 @@ def quantize(
         weights, perplexities = load_weights(files.weights, config, backend, **asdict(packing)), None
     else:
         weights, perplexities = _calibrated(files, config, packing, windows, backend)
-    return QuantizationResult((before, write_model(out, packed_tensors(config, weights), lambda: write_config(out, files, packing))), perplexities)
+    return QuantizationResult(
+        (before, write_model(out, packed_tensors(config, weights), lambda: write_config(out, files, packing))),
+        perplexities,
+    )
 
 
 def _num_bytes(weights: Path) -> int:
@@ -85,7 +98,9 @@ def _num_bytes(weights: Path) -> int:
     return sum(file.stat().st_size for file in files)
 
 
-def _calibrated(files: ModelFiles, config: ModelConfig, packing: Packed, windows: Windows, backend: CpuBackend) -> tuple[ModelWeights, tuple[float, float]]:
+def _calibrated(
+    files: ModelFiles, config: ModelConfig, packing: Packed, windows: Windows, backend: CpuBackend
+) -> tuple[ModelWeights, tuple[float, float]]:
     """The calibrated weights, and the perplexity of what was held out: in bfloat16, and
     quantized."""
     before = perplexity(Decoder(config, load_weights(files.weights, config, backend), backend), windows.held_out)
@@ -93,7 +108,9 @@ def _calibrated(files: ModelFiles, config: ModelConfig, packing: Packed, windows
     exact = TorchBackend(torch.float32, CPU)
     source = open_source(files.weights, config, exact)
     try:
-        weights = calibrate(Loader(source, config, exact, Packed("none", packing.group)), packing, windows.calibration, backend)
+        weights = calibrate(
+            Loader(source, config, exact, Packed("none", packing.group)), packing, windows.calibration, backend
+        )
     finally:
         source.close()
     return weights, (before, perplexity(Decoder(config, weights, backend), windows.held_out))

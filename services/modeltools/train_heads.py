@@ -39,7 +39,15 @@ class TrainingResult:
 
 
 def train_heads(
-    model: str, out: Path, sampling: Sampling, recipe: Recipe, *, prompts: str, vocabulary: int, num_threads: int = 0, force: bool = False
+    model: str,
+    out: Path,
+    sampling: Sampling,
+    recipe: Recipe,
+    *,
+    prompts: str,
+    vocabulary: int,
+    num_threads: int = 0,
+    force: bool = False,
 ) -> TrainingResult:
     """Train heads for `model` and write them to `out`, with force in the stead of what is there.
     Raises StartupError.
@@ -50,7 +58,11 @@ def train_heads(
     check_numbers(sampling, recipe)
     texts = read_prompts(prompts)
     files = open_model(model, weights=True)
-    if out.resolve() in (files.folder, files.weights, files.weights.parent if files.weights.is_file() else files.weights):
+    if out.resolve() in (
+        files.folder,
+        files.weights,
+        files.weights.parent if files.weights.is_file() else files.weights,
+    ):
         raise StartupError(f"{out}: heads need a folder of their own")
     settings = load_settings(ComputeSettings, [], model=model, device="cpu", num_threads=num_threads)
     if not is_native_model(settings, files):
@@ -63,14 +75,20 @@ def train_heads(
     engine = build_engine(settings, files)
     answers, held_out = generate(engine, files, encoded, sampling)
     if min(len(each.token_ids) for each in (answers, held_out)) < 2 * (WINDOW + recipe.num_heads):
-        raise StartupError(f"--tokens {sampling.num_tokens}: the answers are too short to learn from; ask for more tokens, or give other prompts (--prompts)")
+        raise StartupError(
+            f"--tokens {sampling.num_tokens}: the answers are too short to learn from; ask for more tokens, or give "
+            "other prompts (--prompts)"
+        )
     return fit(engine, files, out, (answers, held_out), recipe, vocabulary)
 
 
 def check_numbers(sampling: Sampling, recipe: Recipe) -> None:
     """Raises StartupError for what no training can begin with."""
     if recipe.num_heads > MAX_HEADS or recipe.num_layers > MAX_LAYERS:
-        raise StartupError(f"--heads {recipe.num_heads} --layers {recipe.num_layers}: at most {MAX_HEADS} heads of {MAX_LAYERS} layers can be loaded")
+        raise StartupError(
+            f"--heads {recipe.num_heads} --layers {recipe.num_layers}: at most {MAX_HEADS} heads of {MAX_LAYERS} "
+            "layers can be loaded"
+        )
     if not 0.0 < recipe.learning_rate <= 1.0:
         raise StartupError(f"--learning-rate {recipe.learning_rate:g}: above 0, and at most 1")
     if sampling.temperature is not None and not 0.0 <= sampling.temperature <= 100.0:
@@ -81,10 +99,15 @@ def check_memory(num_tokens: int, hidden_size: int) -> None:
     """Raises StartupError if the answers' states would not fit."""
     wanted, free = COPIES * num_tokens * hidden_size * 2, free_host_memory()
     if wanted > free:
-        raise StartupError(f"--tokens {num_tokens}: the hidden states of so many take {size_text(wanted)}, and {size_text(free)} are free")
+        raise StartupError(
+            f"--tokens {num_tokens}: the hidden states of so many take {size_text(wanted)}, and {size_text(free)} are "
+            "free"
+        )
 
 
-def fit(engine: Engine, files: ModelFiles, out: Path, answers: tuple[Answers, Answers], recipe: Recipe, vocabulary: int) -> TrainingResult:
+def fit(
+    engine: Engine, files: ModelFiles, out: Path, answers: tuple[Answers, Answers], recipe: Recipe, vocabulary: int
+) -> TrainingResult:
     """Train, measure and write heads. answers: to learn of, and held out."""
     decoder = engine.runner.model
     assert isinstance(decoder, Decoder)
@@ -92,7 +115,11 @@ def fit(engine: Engine, files: ModelFiles, out: Path, answers: tuple[Answers, An
     token_ids = likeliest_tokens(answers[0], vocab_size, min(vocabulary, vocab_size))
     lm_head = rows_of(decoder.weights.lm_head, decoder.config.hidden_size, token_ids) * decoder.config.logits_multiplier
     heads = train(answers[0], lm_head, recipe)
-    write_model(out, tensors_of(heads, lm_head, token_ids), lambda: write_config(out, files, decoder.config.hidden_size, recipe, (vocab_size, len(token_ids))))
+    write_model(
+        out,
+        tensors_of(heads, lm_head, token_ids),
+        lambda: write_config(out, files, decoder.config.hidden_size, recipe, (vocab_size, len(token_ids))),
+    )
     return TrainingResult(accuracy(heads, answers[1], lm_head, token_ids), len(answers[1].token_ids))
 
 
@@ -101,7 +128,9 @@ def rows_of(lm_head: LogitsProduct, hidden_size: int, token_ids: Tensor) -> Tens
     """The rows of an LM head in whatever form, [V, hidden] float32: what it makes of unit
     vectors."""
     units = torch.eye(hidden_size, dtype=torch.bfloat16)
-    return torch.cat([lm_head.logits(some.contiguous())[:, token_ids] for some in torch.split(units, UNIT_ROWS)]).T.contiguous()
+    return torch.cat(
+        [lm_head.logits(some.contiguous())[:, token_ids] for some in torch.split(units, UNIT_ROWS)]
+    ).T.contiguous()
 
 
 def tensors_of(heads: TrainableHeads, lm_head: Tensor, token_ids: Tensor) -> dict[str, Tensor]:
@@ -110,7 +139,10 @@ def tensors_of(heads: TrainableHeads, lm_head: Tensor, token_ids: Tensor) -> dic
     for number, (weights, biases) in enumerate(zip(heads.weights, heads.biases, strict=True)):
         for layer, (weight, bias) in enumerate(zip(weights, biases, strict=True)):
             prefix = f"blocks.{number}.layers.{layer}."
-            tensors |= {prefix + "weight": weight.bfloat16().contiguous(), prefix + "bias": bias.bfloat16().contiguous()}
+            tensors |= {
+                prefix + "weight": weight.bfloat16().contiguous(),
+                prefix + "bias": bias.bfloat16().contiguous(),
+            }
     return tensors
 
 

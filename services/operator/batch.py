@@ -24,12 +24,18 @@ FINAL = ("completed", "failed", "expired", "cancelled")
 
 
 def run_batch(url: str, source: str, out: Path | None, window: str, api_key: str | None) -> int:
-    """Upload the file, wait for the answers, and write them next to it; or wait for a batch that is running. Returns the exit code. Raises StartupError."""
+    """Upload the file, wait for the answers, and write them next to it; or wait for a batch that is
+    running. Returns the exit code. Raises StartupError.
+    """
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-    with httpx.Client(base_url=url, timeout=httpx.Timeout(30.0, write=None), trust_env=False, headers=headers) as client:
+    with httpx.Client(
+        base_url=url, timeout=httpx.Timeout(30.0, write=None), trust_env=False, headers=headers
+    ) as client:
         try:
             is_batch = source.startswith("batch_") and not Path(source).exists()
-            out = out or Path(f"{source}.out.jsonl" if is_batch or not Path(source).name else Path(source).with_suffix(".out.jsonl"))
+            out = out or Path(
+                f"{source}.out.jsonl" if is_batch or not Path(source).name else Path(source).with_suffix(".out.jsonl")
+            )
             if is_batch or Path(source).exists():
                 check_out(out, Path(source))
             if is_batch:
@@ -42,7 +48,9 @@ def run_batch(url: str, source: str, out: Path | None, window: str, api_key: str
 
 
 def check_out(out: Path, source: Path) -> None:
-    """Raises StartupError for a place that can't be written to, or that holds the questions: better now than when all is answered."""
+    """Raises StartupError for a place that can't be written to, or that holds the questions: better
+    now than when all is answered.
+    """
     if out.is_dir():
         raise StartupError(f"{out}: Is a directory")
     for path in (out, errors_of(out)):

@@ -40,12 +40,17 @@ class Sifted:
         """The answers of the lines that were left out, as a batch's file of errors has them. What
         such a line calls itself is not to be relied on, so its number names it."""
         return b"".join(
-            orjson.dumps({
-                "id": f"line_{number}", "custom_id": None, "response": None,
-                "error": {"code": error.code, "message": str(error), "param": error.param, "line": number},
-            }) + b"\n"
+            orjson.dumps(
+                {
+                    "id": f"line_{number}",
+                    "custom_id": None,
+                    "response": None,
+                    "error": {"code": error.code, "message": str(error), "param": error.param, "line": number},
+                }
+            )
+            + b"\n"
             for number, error in self.refused.items()
-        )  # fmt: skip
+        )
 
 
 def sift(source: Path, file: IO[bytes]) -> Sifted:

@@ -52,7 +52,8 @@ QUANTIZE_EXAMPLES = """examples:
   penstock quantize ~/models/mine ~/models/mine-w8a8
   penstock quantize ~/models/mine ~/models/mine-w4 --quantization w4 --calibrate default
 
-The output is packed for a CPU's kernels. On a GPU, quantize at load, in seconds: penstock up --device cuda --model ~/models/mine --quantization fp8"""
+The output is packed for a CPU's kernels. On a GPU, quantize at load, in seconds:
+penstock up --device cuda --model ~/models/mine --quantization fp8"""
 
 MAKE_MODEL_EXAMPLES = """examples:
   penstock make-model /tmp/m --shape qwen2.5-0.5b
@@ -63,7 +64,8 @@ TRAIN_HEADS_EXAMPLES = """examples:
   penstock train-heads ~/models/mine ~/models/mine-heads --prompts questions.txt --temperature 0.7
   penstock up --model ~/models/mine --heads ~/models/mine-heads
 
-It runs on the CPU, for as long as the model takes to answer so many tokens, and about as long again. The same machine, flags and seed give the same heads."""
+It runs on the CPU, for as long as the model takes to answer so many tokens, and about as long again.
+The same machine, flags and seed give the same heads."""
 
 PULL_EXAMPLES = """examples:
   penstock pull smollm2-135m
@@ -92,36 +94,84 @@ OURS = ("services", "shared")  # packages that are always there
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = CommandLineParser(prog="penstock", description="Serve large language models as a durable pipeline.", epilog=EXAMPLES)
+    parser = CommandLineParser(
+        prog="penstock", description="Serve large language models as a durable pipeline.", epilog=EXAMPLES
+    )
     parser.add_argument("--version", action="version", version=f"penstock {version('penstock')}")
     parser.set_defaults(parser=parser)
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     commands.add_parser("up", add_help=False, help="start everything on this machine")
-    serve = commands.add_parser("serve", add_help=False, help="run one stage in the foreground (penstock serve STAGE --help)", epilog=SERVE_EXAMPLES)
+    serve = commands.add_parser(
+        "serve",
+        add_help=False,
+        help="run one stage in the foreground (penstock serve STAGE --help)",
+        epilog=SERVE_EXAMPLES,
+    )
     serve.add_argument("stage", choices=STAGES, metavar="STAGE", help=", ".join(STAGES))
-    serve.add_argument("-h", "--help", action=StageHelp, nargs=0, dest="stage_help", default=[], help="show this help message; after a stage, all of its flags")
-    add_status(commands.add_parser("status", help="show replicas, queues, running requests, tokens/s", epilog=STATUS_EXAMPLES))
+    serve.add_argument(
+        "-h",
+        "--help",
+        action=StageHelp,
+        nargs=0,
+        dest="stage_help",
+        default=[],
+        help="show this help message; after a stage, all of its flags",
+    )
+    add_status(
+        commands.add_parser("status", help="show replicas, queues, running requests, tokens/s", epilog=STATUS_EXAMPLES)
+    )
     add_chat(commands.add_parser("chat", help="chat in the terminal", epilog=CHAT_EXAMPLES))
-    add_batch(commands.add_parser("batch", help="have a file of requests answered, and wait for the answers", epilog=BATCH_EXAMPLES))
-    pull = commands.add_parser("pull", help="fetch a model into ~/.penstock/models; --model then finds it by name", epilog=PULL_EXAMPLES)
+    add_batch(
+        commands.add_parser(
+            "batch", help="have a file of requests answered, and wait for the answers", epilog=BATCH_EXAMPLES
+        )
+    )
+    pull = commands.add_parser(
+        "pull", help="fetch a model into ~/.penstock/models; --model then finds it by name", epilog=PULL_EXAMPLES
+    )
     pull.add_argument("name", metavar="NAME", help="smollm2-135m, or a hub id, owner/name")
     pull.add_argument("--file", default="", help="the GGUF file to fetch, from a hub repository with several")
-    commands.add_parser("models", help="list the models that were pulled: name, size, form", epilog="example:\n  penstock models")
+    commands.add_parser(
+        "models", help="list the models that were pulled: name, size, form", epilog="example:\n  penstock models"
+    )
     examples = "example:\n  penstock keys add team-a --rpm 600"
     add_keys_arguments(commands.add_parser("keys", help="add, list, rotate and revoke API keys", epilog=examples))
-    commands.add_parser("simulate", add_help=False, help="simulate a trace of requests on a model and hardware of your choice")
-    add_quantize(commands.add_parser("quantize", help="write a quantized checkpoint that loads in seconds", epilog=QUANTIZE_EXAMPLES))
-    add_train_heads(commands.add_parser("train-heads", help="train heads that guess a model's next tokens", epilog=TRAIN_HEADS_EXAMPLES))
+    commands.add_parser(
+        "simulate", add_help=False, help="simulate a trace of requests on a model and hardware of your choice"
+    )
+    add_quantize(
+        commands.add_parser(
+            "quantize", help="write a quantized checkpoint that loads in seconds", epilog=QUANTIZE_EXAMPLES
+        )
+    )
+    add_train_heads(
+        commands.add_parser(
+            "train-heads", help="train heads that guess a model's next tokens", epilog=TRAIN_HEADS_EXAMPLES
+        )
+    )
     built = "example:\n  apt install g++ && penstock build-kernels"
-    commands.add_parser("build-kernels", help="compile the native kernels for this package (needs g++ or clang++)", epilog=built)
-    make = commands.add_parser("make-model", help="write a model of random weights, for benchmarks and tests", epilog=MAKE_MODEL_EXAMPLES)
+    commands.add_parser(
+        "build-kernels", help="compile the native kernels for this package (needs g++ or clang++)", epilog=built
+    )
+    make = commands.add_parser(
+        "make-model", help="write a model of random weights, for benchmarks and tests", epilog=MAKE_MODEL_EXAMPLES
+    )
     make.add_argument("out", metavar="OUT", type=Path, help="folder to write")
     make.add_argument("--shape", choices=SHAPES + SEEING_SHAPES, default="tiny", help="default: %(default)s")
-    make.add_argument("--text", default="", metavar="MODEL", help="of shapes that see: the model whose text part is taken (default: smollm2-135m, or demo)")
+    make.add_argument(
+        "--text",
+        default="",
+        metavar="MODEL",
+        help="of shapes that see: the model whose text part is taken (default: smollm2-135m, or demo)",
+    )
     make.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="default: %(default)s")
-    make.add_argument("--seed", type=whole_number, default=0, metavar="N", help="seed of the random numbers (default: %(default)s)")
+    make.add_argument(
+        "--seed", type=whole_number, default=0, metavar="N", help="seed of the random numbers (default: %(default)s)"
+    )
     add_force(make)
-    for command in commands.choices.values():  # up, serve and simulate hand what they don't know to parsers of their own
+    for (
+        command
+    ) in commands.choices.values():  # up, serve and simulate hand what they don't know to parsers of their own
         command.set_defaults(parser=command if command.add_help else None)
     serve.set_defaults(parser=None)
     return parser
@@ -129,36 +179,82 @@ def build_parser() -> argparse.ArgumentParser:
 
 def add_status(status: argparse.ArgumentParser) -> None:
     place = status.add_mutually_exclusive_group()
-    place.add_argument("--redis-url", metavar="URL", help="the Redis that the stages share (default: PENSTOCK_REDIS_URL, else the one of penstock up)")
+    place.add_argument(
+        "--redis-url",
+        metavar="URL",
+        help="the Redis that the stages share (default: PENSTOCK_REDIS_URL, else the one of penstock up)",
+    )
     place.add_argument("--data-dir", type=Path, metavar="FOLDER", help="the --data-dir of the penstock up to ask")
-    status.add_argument("--watch", type=seconds, nargs="?", const=2.0, metavar="SECONDS", help="look again every so many seconds (default: %(const)s)")
+    status.add_argument(
+        "--watch",
+        type=seconds,
+        nargs="?",
+        const=2.0,
+        metavar="SECONDS",
+        help="look again every so many seconds (default: %(const)s)",
+    )
     status.add_argument("--json", action="store_true", help="for programs; with --watch, a line for each look")
 
 
 def add_chat(chat: argparse.ArgumentParser) -> None:
-    chat.add_argument("question", nargs="?", default="", metavar="QUESTION", help="one question instead of a chat; text from a pipe is put below it")
+    chat.add_argument(
+        "question",
+        nargs="?",
+        default="",
+        metavar="QUESTION",
+        help="one question instead of a chat; text from a pipe is put below it",
+    )
     chat.add_argument("--url", default="http://127.0.0.1:8000", help="the server (default: %(default)s)")
     chat.add_argument("--model", help="default: the first that the server serves")
     chat.add_argument("--system", default="", metavar="TEXT", help="a system prompt")
     chat.add_argument("--temperature", type=float, default=0.7, metavar="X", help="0 is greedy (default: %(default)s)")
-    chat.add_argument("--max-tokens", type=positive_number, metavar="N", help="longest answer (default: as long as the context has room for)")
+    chat.add_argument(
+        "--max-tokens",
+        type=positive_number,
+        metavar="N",
+        help="longest answer (default: as long as the context has room for)",
+    )
     chat.add_argument("--seed", type=whole_number, metavar="N", help="the same conversation then gets the same answers")
-    chat.add_argument("--image", action="append", default=[], metavar="FILE", help="an image with the (first) question, of a model that sees; several times")
+    chat.add_argument(
+        "--image",
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="an image with the (first) question, of a model that sees; several times",
+    )
 
 
 def add_batch(batch: argparse.ArgumentParser) -> None:
     batch.add_argument(
-        "source", metavar="FILE", help="a file with a request on each line, in the form of OpenAI's batches; or the id of a batch, to wait for it again"
+        "source",
+        metavar="FILE",
+        help=(
+            "a file with a request on each line, in the form of OpenAI's batches; or the id of a batch, to wait for "
+            "it again"
+        ),
     )
     batch.add_argument("--url", default="http://127.0.0.1:8000", help="the gateway (default: %(default)s)")
     batch.add_argument(
         "--out",
         type=Path,
         metavar="FILE",
-        help="file of the answers; by default FILE.out.jsonl next to the input, and failed requests in FILE.out.errors.jsonl",
+        help=(
+            "file of the answers; by default FILE.out.jsonl next to the input, and failed requests in "
+            "FILE.out.errors.jsonl"
+        ),
     )
-    batch.add_argument("--window", default="24h", metavar="TIME", help="time in which the batch must end, at most 24h (default: %(default)s)")
-    batch.add_argument("--api-key", default=os.environ.get("PENSTOCK_API_KEY", ""), metavar="KEY", help="default: PENSTOCK_API_KEY of the environment")
+    batch.add_argument(
+        "--window",
+        default="24h",
+        metavar="TIME",
+        help="time in which the batch must end, at most 24h (default: %(default)s)",
+    )
+    batch.add_argument(
+        "--api-key",
+        default=os.environ.get("PENSTOCK_API_KEY", ""),
+        metavar="KEY",
+        help="default: PENSTOCK_API_KEY of the environment",
+    )
 
 
 def add_quantize(quantize: argparse.ArgumentParser) -> None:
@@ -170,30 +266,97 @@ def add_quantize(quantize: argparse.ArgumentParser) -> None:
         default="w8a8",
         help="default: %(default)s; for fp8 on a GPU, quantize at load: penstock up --quantization fp8",
     )
-    quantize.add_argument("--group", type=int, choices=(32, 64, 128), default=32, help="inputs that share a step (w4) or a scale (nf4) (default: %(default)s)")
-    quantize.add_argument("--attention-output", action="store_true", help="with four bits, attention's output projection in four bits too; else it has eight")
-    quantize.add_argument("--lm-head", action="store_true", help="with four bits, the LM head in four bits too; else it has eight")
     quantize.add_argument(
-        "--calibrate", metavar="TEXT", help="a text file, or default: calibrate the rounding on this text. Takes minutes, and loses less of the model's quality"
+        "--group",
+        type=int,
+        choices=(32, 64, 128),
+        default=32,
+        help="inputs that share a step (w4) or a scale (nf4) (default: %(default)s)",
     )
     quantize.add_argument(
-        "--calibration-tokens", type=positive_number, default=16_384, metavar="N", help="longest part of the text to use, in tokens (default: %(default)s)"
+        "--attention-output",
+        action="store_true",
+        help="with four bits, attention's output projection in four bits too; else it has eight",
+    )
+    quantize.add_argument(
+        "--lm-head", action="store_true", help="with four bits, the LM head in four bits too; else it has eight"
+    )
+    quantize.add_argument(
+        "--calibrate",
+        metavar="TEXT",
+        help=(
+            "a text file, or default: calibrate the rounding on this text. Takes minutes, and loses less of the "
+            "model's quality"
+        ),
+    )
+    quantize.add_argument(
+        "--calibration-tokens",
+        type=positive_number,
+        default=16_384,
+        metavar="N",
+        help="longest part of the text to use, in tokens (default: %(default)s)",
     )
     add_force(quantize)
 
 
 def add_train_heads(train: argparse.ArgumentParser) -> None:
-    train.add_argument("model", metavar="MODEL", help="a checkpoint folder, a GGUF file, a name that was pulled, or a hub id")
+    train.add_argument(
+        "model", metavar="MODEL", help="a checkpoint folder, a GGUF file, a name that was pulled, or a hub id"
+    )
     train.add_argument("out", metavar="OUT", type=Path, help="folder to write")
-    train.add_argument("--prompts", default="default", metavar="FILE", help="a text file, a prompt on each line (default: 1,200 built-in ones, in English)")
-    train.add_argument("--tokens", type=positive_number, default=100_000, metavar="N", help="tokens of the model's answers, about (default: %(default)s)")
-    train.add_argument("--temperature", type=float, metavar="X", help="at which it answers (default: as the model's makers say, else 1)")
-    train.add_argument("--heads", type=positive_number, default=3, metavar="N", help="each guesses one token further (default: %(default)s)")
-    train.add_argument("--layers", type=positive_number, default=1, metavar="N", help="residual blocks of a head (default: %(default)s)")
-    train.add_argument("--vocabulary", type=positive_number, default=8192, metavar="N", help="frequent tokens, which heads know (default: %(default)s)")
-    train.add_argument("--epochs", type=positive_number, default=6, metavar="N", help="times that each answer is learnt from (default: %(default)s)")
-    train.add_argument("--learning-rate", type=float, default=2e-3, metavar="X", help="the largest, of AdamW (default: %(default)s)")
-    train.add_argument("--seed", type=whole_number, default=0, metavar="N", help="of answers and training (default: %(default)s)")
+    train.add_argument(
+        "--prompts",
+        default="default",
+        metavar="FILE",
+        help="a text file, a prompt on each line (default: 1,200 built-in ones, in English)",
+    )
+    train.add_argument(
+        "--tokens",
+        type=positive_number,
+        default=100_000,
+        metavar="N",
+        help="tokens of the model's answers, about (default: %(default)s)",
+    )
+    train.add_argument(
+        "--temperature",
+        type=float,
+        metavar="X",
+        help="at which it answers (default: as the model's makers say, else 1)",
+    )
+    train.add_argument(
+        "--heads",
+        type=positive_number,
+        default=3,
+        metavar="N",
+        help="each guesses one token further (default: %(default)s)",
+    )
+    train.add_argument(
+        "--layers",
+        type=positive_number,
+        default=1,
+        metavar="N",
+        help="residual blocks of a head (default: %(default)s)",
+    )
+    train.add_argument(
+        "--vocabulary",
+        type=positive_number,
+        default=8192,
+        metavar="N",
+        help="frequent tokens, which heads know (default: %(default)s)",
+    )
+    train.add_argument(
+        "--epochs",
+        type=positive_number,
+        default=6,
+        metavar="N",
+        help="times that each answer is learnt from (default: %(default)s)",
+    )
+    train.add_argument(
+        "--learning-rate", type=float, default=2e-3, metavar="X", help="the largest, of AdamW (default: %(default)s)"
+    )
+    train.add_argument(
+        "--seed", type=whole_number, default=0, metavar="N", help="of answers and training (default: %(default)s)"
+    )
     train.add_argument("--num-threads", type=whole_number, default=0, metavar="N", help="0: all cores")
     add_force(train)
 
@@ -218,11 +381,17 @@ def main(argv: list[str] | None = None) -> int:
     except ModuleNotFoundError as error:
         if error.name is None or error.name.split(".")[0] in OURS:
             raise  # a mistake of ours
-        print(f"penstock: the package {error.name!r} is not installed: pip install 'penstock[all]' has all that this needs", file=sys.stderr)
+        print(
+            f"penstock: the package {error.name!r} is not installed: pip install 'penstock[all]' has all that this "
+            "needs",
+            file=sys.stderr,
+        )
         return 2
     except KeyboardInterrupt:
         return 130
-    except BrokenPipeError:  # the reader of our output has gone, as head does; what is still buffered must not fail at the exit
+    except (
+        BrokenPipeError
+    ):  # the reader of our output has gone, as head does; what is still buffered must not fail at the exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
 
@@ -247,7 +416,12 @@ def run(args: argparse.Namespace, rest: list[str]) -> int:
         case "chat":
             from services.operator.chat.chat import ChatSettings, chat
 
-            return chat(ChatSettings(args.url, args.model, args.system, args.temperature, args.max_tokens, args.seed, tuple(args.image)), args.question)
+            return chat(
+                ChatSettings(
+                    args.url, args.model, args.system, args.temperature, args.max_tokens, args.seed, tuple(args.image)
+                ),
+                args.question,
+            )
         case "batch":
             from services.operator.batch import run_batch
 
@@ -297,7 +471,9 @@ def run_make_model(args: argparse.Namespace) -> None:
     if args.shape in SEEING_SHAPES:
         from services.modeltools.make_vision_model import make_vision_model
 
-        return make_vision_model(args.out, shape=args.shape, text=args.text, dtype=args.dtype, seed=args.seed, force=args.force)
+        return make_vision_model(
+            args.out, shape=args.shape, text=args.text, dtype=args.dtype, seed=args.seed, force=args.force
+        )
     from services.modeltools.make_model import make_model
 
     make_model(args.out, shape=args.shape, dtype=args.dtype, seed=args.seed, force=args.force)
@@ -308,7 +484,9 @@ def run_quantize(args: argparse.Namespace) -> None:
     from services.modeltools.quantize import quantize
 
     packing = Packed(args.quantization, args.group, args.attention_output, args.lm_head)
-    result = quantize(args.source, args.out, packing, calibration=args.calibrate, tokens=args.calibration_tokens, force=args.force)
+    result = quantize(
+        args.source, args.out, packing, calibration=args.calibrate, tokens=args.calibration_tokens, force=args.force
+    )
     texts = ["", ""]
     if result.perplexities is not None:
         before, after = result.perplexities
@@ -326,7 +504,12 @@ def run_train_heads(args: argparse.Namespace) -> None:
 
     recipe = Recipe(args.heads, args.layers, args.epochs, args.learning_rate, args.seed)
     sampling = Sampling(args.tokens, args.temperature, args.seed)
-    options = {"prompts": args.prompts, "vocabulary": args.vocabulary, "num_threads": args.num_threads, "force": args.force}
+    options = {
+        "prompts": args.prompts,
+        "vocabulary": args.vocabulary,
+        "num_threads": args.num_threads,
+        "force": args.force,
+    }
     result = train_heads(args.model, args.out, sampling, recipe, **options)
     print(f"right guesses, of {result.num_tokens:,} tokens that the heads have not seen:")
     for number, share in enumerate(result.accuracies, 2):
@@ -335,7 +518,9 @@ def run_train_heads(args: argparse.Namespace) -> None:
 
 
 def redis_of(redis_url: str | None, data_dir: Path | None) -> str:
-    """The Redis that is meant: by a flag, by the environment, or penstock up's own. Raises StartupError if it can't be there."""
+    """The Redis that is meant: by a flag, by the environment, or penstock up's own. Raises
+    StartupError if it can't be there.
+    """
     if redis_url is None and data_dir is None:
         redis_url = os.environ.get("PENSTOCK_REDIS_URL")
     if redis_url is not None:

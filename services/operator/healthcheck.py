@@ -1,4 +1,5 @@
-"""`python -m services.operator.healthcheck STAGE`: is this host's replica of the stage alive? For a container's health check: exit code 0 or 1.
+"""`python -m services.operator.healthcheck STAGE`: is this host's replica of the stage alive? For a
+container's health check: exit code 0 or 1.
 
 Alive means in the registry: ready for work, and its loop came round lately. A live socket proves neither.
 """

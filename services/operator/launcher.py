@@ -1,6 +1,7 @@
 """`penstock up`: every process of the pipeline on this machine, restarted when it dies, stopped together.
 
-Runs `python -m services.<stage>` for each replica: the same command lines as docker-compose. Settings travel in the environment. What happens when the
+Runs `python -m services.<stage>` for each replica: the same command lines as docker-compose.
+Settings travel in the environment. What happens when the
 launcher itself is killed is in lifeline.py.
 """
 
@@ -19,14 +20,22 @@ import redis
 from services.operator.lifeline import Lifeline
 from services.operator.model_store import DEFAULT_MODEL, pull
 from services.operator.preflight import check_device, check_keys, check_memory, check_ports
-from services.operator.redis_server import BROKEN_FILE, default_memory, password_for, socket_path, start_server, url_of, why_it_ended
+from services.operator.redis_server import (
+    BROKEN_FILE,
+    default_memory,
+    password_for,
+    socket_path,
+    start_server,
+    url_of,
+    why_it_ended,
+)
 from services.requests.store.tenants.api_keys import check_exposure, wants_keys
 from shared.model.files import ModelFiles, open_model
 from shared.process.errors import StartupError
 from shared.process.host_memory import free_host_memory, size_text
 from shared.process.priority import run_behind
-from shared.process.settings import UpSettings, environment_of
-from shared.process.stage_settings import DEFAULT_REDIS_URL
+from shared.process.settings import UpSettings
+from shared.process.stage_settings import DEFAULT_REDIS_URL, environment_of
 from shared.process.telemetry import get_logger
 from shared.wire.registry import look
 from shared.wire.stage import LIFELINE, STOP_TIMEOUT_S
@@ -40,7 +49,9 @@ REDIS = "redis"
 MAX_REDIS_FAILURES = 3
 MAX_KILLS = 3  # of one process, in a row, before everything has been ready: then no person ended it
 STARTUP_ERROR = 2  # a stage's exit code for "can't run as configured": trying again will not help
-COMPUTE_NICENESS = 5  # below Redis and the CPU stages: what wakes up for a millisecond must not wait for a GEMM's time slice
+COMPUTE_NICENESS = (
+    5  # below Redis and the CPU stages: what wakes up for a millisecond must not wait for a GEMM's time slice
+)
 JOBS_NICENESS = 5  # batches have time
 
 
@@ -63,7 +74,9 @@ class Launcher:
     settings: UpSettings
     servers: list[Child] = field(default_factory=list)  # the embedded one and its watchman
     stages: list[Child] = field(default_factory=list)
-    jobs: list[Child] = field(default_factory=list)  # started when the others are ready, so that no request waits for them
+    jobs: list[Child] = field(
+        default_factory=list
+    )  # started when the others are ready, so that no request waits for them
     models: list[ModelFiles] = field(default_factory=list)
     is_announced: bool = False  # everything has been ready once, so its settings are good
     is_stopping: bool = False
@@ -96,7 +109,9 @@ class Launcher:
         check_keys(settings)
         check_device(settings)
         self._open(settings.model)
-        self.lifeline = Lifeline(settings.data_dir)  # before the ports: those of an earlier launcher's gateways are free then
+        self.lifeline = Lifeline(
+            settings.data_dir
+        )  # before the ports: those of an earlier launcher's gateways are free then
         check_ports(settings)
         if not settings.model:
             self._open([default_model()])
@@ -104,12 +119,28 @@ class Launcher:
         self.redis_url = settings.redis_url
         if settings.redis_url == DEFAULT_REDIS_URL:
             path, inherited = socket_path(settings.data_dir), self.lifeline.of_redis
-            password, max_memory = password_for(settings.data_dir, settings.redis_port), settings.redis_memory or default_memory()
-            start_redis = partial(start_server, settings.data_dir, port=settings.redis_port, password=password, max_memory=max_memory, inherited=inherited)
-            self.servers = [Child("watchman", partial(self.lifeline.start_watchman, path, password)), Child(REDIS, start_redis)]
+            password, max_memory = (
+                password_for(settings.data_dir, settings.redis_port),
+                settings.redis_memory or default_memory(),
+            )
+            start_redis = partial(
+                start_server,
+                settings.data_dir,
+                port=settings.redis_port,
+                password=password,
+                max_memory=max_memory,
+                inherited=inherited,
+            )
+            self.servers = [
+                Child("watchman", partial(self.lifeline.start_watchman, path, password)),
+                Child(REDIS, start_redis),
+            ]
             self.redis_url = environment["PENSTOCK_REDIS_URL"] = url_of(settings.data_dir)
         for files in self.models:
-            own = environment | {"PENSTOCK_MODEL": str(files.weights), "PENSTOCK_SERVED_MODEL_NAME": ",".join((files.name, *files.aliases))}
+            own = environment | {
+                "PENSTOCK_MODEL": str(files.weights),
+                "PENSTOCK_SERVED_MODEL_NAME": ",".join((files.name, *files.aliases)),
+            }
             suffix = f" of {files.name}" if len(self.models) > 1 else ""
             for stage, count in (("sampler", settings.samplers), ("tokenizer", settings.tokenizers), ("compute", 1)):
                 self.stages += [self._child(stage, number, own, suffix) for number in range(count)]
@@ -117,8 +148,12 @@ class Launcher:
         self.jobs = [self._child("jobs", number, environment) for number in range(settings.jobs)]
 
     def _open(self, models: list[str]) -> None:
-        """Read what is known of them without their weights. Raises StartupError for what can't be served: here, once."""
-        self.models = [open_model(model, self.settings.names_of(number), weights=True) for number, model in enumerate(models)]
+        """Read what is known of them without their weights. Raises StartupError for what can't be
+        served: here, once.
+        """
+        self.models = [
+            open_model(model, self.settings.names_of(number), weights=True) for number, model in enumerate(models)
+        ]
         names = [name for each in self.models for name in (each.name, *each.aliases)]
         if doubled := sorted({name for name in names if names.count(name) > 1}):
             raise StartupError(f"--served-model-name: {doubled[0]} would name two models")
@@ -126,7 +161,19 @@ class Launcher:
 
     def _environment(self) -> dict[str, str]:
         """Every setting that the stages know, as PENSTOCK_*; and one thread for each stage but compute."""
-        own = {"replica_id", "gateways", "tokenizers", "samplers", "jobs", "data_dir", "redis_port", "redis_memory", "model", "served_model_name", "api_key"}
+        own = {
+            "replica_id",
+            "gateways",
+            "tokenizers",
+            "samplers",
+            "jobs",
+            "data_dir",
+            "redis_port",
+            "redis_memory",
+            "model",
+            "served_model_name",
+            "api_key",
+        }
         files_url = self.settings.files_url or str(self.settings.data_dir.absolute() / "files")
         environment = environment_of(self.settings, own) | {"PENSTOCK_FILES_URL": files_url}
         os.environ.pop("PENSTOCK_API_KEY", None)  # for the gateways only
@@ -147,16 +194,22 @@ class Launcher:
         def start() -> "subprocess.Popen[bytes]":
             command = [sys.executable, "-m", f"services.{stage}"]
             niceness = {"compute": COMPUTE_NICENESS, "jobs": JOBS_NICENESS}.get(stage, 0)
-            return subprocess.Popen(command, env=own, start_new_session=True, pass_fds=inherited, preexec_fn=partial(run_behind, niceness))
+            return subprocess.Popen(
+                command, env=own, start_new_session=True, pass_fds=inherited, preexec_fn=partial(run_behind, niceness)
+            )
 
         return Child((stage if number == 0 else f"{stage}-{number + 1}") + suffix, start)
 
     def _keep_alive(self) -> None:
-        """Start what is not running, Redis first; a dead process comes back after a growing pause. Raises StartupError for a Redis that can't start."""
+        """Start what is not running, Redis first; a dead process comes back after a growing pause.
+        Raises StartupError for a Redis that can't start.
+        """
         now = time.monotonic()
         for child in self.servers + self.stages:
             if child.process is not None and (code := child.process.poll()) is not None:
-                if code == STARTUP_ERROR and not self.is_announced:  # it has logged why; later it is Redis, or a file, that will be there again
+                if (
+                    code == STARTUP_ERROR and not self.is_announced
+                ):  # it has logged why; later it is Redis, or a file, that will be there again
                     self.exit_code, self.is_stopping = code, True
                     return
                 if now - child.started_at > STABLE_AFTER_S:
@@ -168,13 +221,19 @@ class Launcher:
                 if child.name == REDIS and child.num_failures >= MAX_REDIS_FAILURES:
                     self._explain_redis()
                 log.warning("process died, restarting", name=child.name, exit_code=code, in_s=child.delay_s)
-                child.restart_at, child.delay_s, child.process = now + child.delay_s, min(child.delay_s * 2, LONGEST_RESTART_S), None
+                child.restart_at, child.delay_s, child.process = (
+                    now + child.delay_s,
+                    min(child.delay_s * 2, LONGEST_RESTART_S),
+                    None,
+                )
             if child.process is None and now >= child.restart_at:
                 child.process, child.started_at = child.start(), now
                 self.lifeline.note(child.name, child.process.pid)
 
     def _explain_redis(self) -> None:
-        """Say why Redis does not start. Raises StartupError at the beginning, and for a broken file; later it may be a full disk, which passes."""
+        """Say why Redis does not start. Raises StartupError at the beginning, and for a broken
+        file; later it may be a full disk, which passes.
+        """
         why = why_it_ended(self.settings.data_dir)
         if not self.is_announced or BROKEN_FILE.search(why):
             raise StartupError(f"the embedded Redis can't start: {why}")
@@ -198,7 +257,9 @@ class Launcher:
 
     def _announce(self, seconds: float) -> None:
         print(
-            f"\nPenstock serves {', '.join(files.name for files in self.models)} at {self._url}/v1 (ready after {seconds:.1f} s; Ctrl-C stops it)\n", flush=True
+            f"\nPenstock serves {', '.join(files.name for files in self.models)} at {self._url}/v1 (ready after "
+            f"{seconds:.1f} s; Ctrl-C stops it)\n",
+            flush=True,
         )
         path, body = example(self.models[0])
         key = ' -H "Authorization: Bearer $PENSTOCK_API_KEY"' if wants_keys(self.settings) else ""
@@ -223,7 +284,10 @@ def why_killed(name: str, number: int) -> str:
     if number != signal.SIGKILL:
         return what
     free = size_text(free_host_memory())
-    return f"{what}, as the system does where memory runs out ({free} are free): a smaller --kv-cache-memory, --quantization w8a8 or w4, or a smaller model"
+    return (
+        f"{what}, as the system does where memory runs out ({free} are free): a smaller --kv-cache-memory, "
+        "--quantization w8a8 or w4, or a smaller model"
+    )
 
 
 def default_model() -> str:
@@ -239,9 +303,15 @@ def default_model() -> str:
 def example(files: ModelFiles) -> tuple[str, str]:
     """A path and a body to send to it, that this model answers."""
     if not files.has_chat_template:
-        return "/v1/completions", f'{{"model": "{files.name}", "prompt": "A hydroelectric power plant is", "max_tokens": 40}}'
+        return (
+            "/v1/completions",
+            f'{{"model": "{files.name}", "prompt": "A hydroelectric power plant is", "max_tokens": 40}}',
+        )
     question = "What is Penstock?" if files.name == "penstock-demo" else "What is a hydroelectric power plant?"
-    return "/v1/chat/completions", f'{{"model": "{files.name}", "messages": [{{"role": "user", "content": "{question}"}}]}}'
+    return (
+        "/v1/chat/completions",
+        f'{{"model": "{files.name}", "messages": [{{"role": "user", "content": "{question}"}}]}}',
+    )
 
 
 def terminate(children: list[Child]) -> None:

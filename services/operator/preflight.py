@@ -1,4 +1,5 @@
-"""The checks of `penstock up` before it starts anything: ports, the device, memory. Without torch, whose import takes seconds: compute has the last word.
+"""The checks of `penstock up` before it starts anything: ports, the device, memory. Without torch,
+whose import takes seconds: compute has the last word.
 
 Memory is what the weights take at least, and the KV cache that was asked for; what a step works in comes on top of it.
 """
@@ -23,7 +24,12 @@ from shared.process.settings import UpSettings
 
 LAST_PORT = 65_535
 MAX_HEADER_BYTES = 100_000_000  # what the safetensors library takes
-FLOATS = ("F64", "F32", "F16", "BF16")  # of a safetensors header; what is stored otherwise is quantized, and is kept as it is
+FLOATS = (
+    "F64",
+    "F32",
+    "F16",
+    "BF16",
+)  # of a safetensors header; what is stored otherwise is quantized, and is kept as it is
 BYTES_A_WEIGHT = {"w8a8": 1.0, "fp8": 1.0, "w4": 0.5, "nf4": 0.5}
 CUDA_SUCCESS = 0
 
@@ -33,7 +39,9 @@ def check_ports(settings: UpSettings) -> None:
     if settings.port == 0:
         raise StartupError("--port 0: penstock up has to know where its gateways listen; give a port")
     if settings.port + settings.gateways - 1 > LAST_PORT:
-        raise StartupError(f"--port {settings.port}: there is no room for {settings.gateways} gateways up to port {LAST_PORT}")
+        raise StartupError(
+            f"--port {settings.port}: there is no room for {settings.gateways} gateways up to port {LAST_PORT}"
+        )
     for number in range(settings.gateways):
         check_port(settings.host, settings.port + number, "--port")
     if settings.redis_port:
@@ -51,7 +59,9 @@ def check_port(host: str, port: int, flag: str) -> None:
             probe.bind((host, port))
         except OSError as error:
             wrong = flag if error.errno in (errno.EADDRINUSE, errno.EACCES) else "--host"
-            raise StartupError(f"can't listen on {host}:{port}: {error.strerror or error}. Another one with {wrong}") from None
+            raise StartupError(
+                f"can't listen on {host}:{port}: {error.strerror or error}. Another one with {wrong}"
+            ) from None
 
 
 def check_keys(settings: UpSettings) -> None:
@@ -62,7 +72,8 @@ def check_keys(settings: UpSettings) -> None:
 
 
 def check_device(settings: UpSettings) -> None:
-    """Raises StartupError where --device cuda asks for a GPU that is not there, or that the torch which is installed can't use; and for what a CPU can't do,
+    """Raises StartupError where --device cuda asks for a GPU that is not there, or that the torch
+    which is installed can't use; and for what a CPU can't do,
     where there is nothing else."""
     is_on_cpu = settings.device == "cpu" or (settings.device == "auto" and not gpu_memory())
     if is_on_cpu and (refusal := refused_on_cpu(settings)):
@@ -88,13 +99,21 @@ def check_memory(settings: UpSettings, models: list[ModelFiles]) -> None:
     names = ", ".join(files.name for files in models)
     cache = f" and {size_text(kv_cache)} for the KV cache (--kv-cache-memory)" if kv_cache else ""
     hint = (
-        "less of the latter" if weights <= room else "a smaller model" if settings.quantization != "none" else "--quantization w8a8 or w4, or a smaller model"
+        "less of the latter"
+        if weights <= room
+        else "a smaller model"
+        if settings.quantization != "none"
+        else "--quantization w8a8 or w4, or a smaller model"
     )
-    raise StartupError(f"{names}: at least {size_text(weights)} for the weights{cache}, and {size_text(room)} {where}: {hint}")
+    raise StartupError(
+        f"{names}: at least {size_text(weights)} for the weights{cache}, and {size_text(room)} {where}: {hint}"
+    )
 
 
 def weights_bytes(files: ModelFiles, settings: UpSettings) -> int:
-    """Bytes that the weights take in memory, at least; 0 where the files can't be read, which compute will say better."""
+    """Bytes that the weights take in memory, at least; 0 where the files can't be read, which
+    compute will say better.
+    """
     try:
         if files.weights.is_file():
             return sum(part.stat().st_size for part in parts_of(files.weights))
@@ -119,7 +138,12 @@ def tensors_bytes(file: Path, settings: UpSettings) -> int:
         header = json.loads(opened.read(length))
     float_bytes = BYTES_A_WEIGHT.get(settings.quantization, 4.0 if settings.dtype == "float32" else 2.0)
     tensors = [each for name, each in header.items() if name != "__metadata__"]
-    sizes = (math.prod(each["shape"]) * float_bytes if each["dtype"] in FLOATS else each["data_offsets"][1] - each["data_offsets"][0] for each in tensors)
+    sizes = (
+        math.prod(each["shape"]) * float_bytes
+        if each["dtype"] in FLOATS
+        else each["data_offsets"][1] - each["data_offsets"][0]
+        for each in tensors
+    )
     return int(sum(sizes))
 
 
@@ -135,6 +159,9 @@ def gpu_memory() -> list[int]:
     sizes = []
     for number in range(count.value):
         device, size = ctypes.c_int(0), ctypes.c_size_t(0)
-        if driver.cuDeviceGet(ctypes.byref(device), number) == CUDA_SUCCESS and driver.cuDeviceTotalMem_v2(ctypes.byref(size), device) == CUDA_SUCCESS:
+        if (
+            driver.cuDeviceGet(ctypes.byref(device), number) == CUDA_SUCCESS
+            and driver.cuDeviceTotalMem_v2(ctypes.byref(size), device) == CUDA_SUCCESS
+        ):
             sizes.append(size.value)
     return sizes

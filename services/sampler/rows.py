@@ -15,8 +15,17 @@ from shared.wire.token_log import LogEntry
 FAILED, UNKNOWN, LOST = -1, -2, -3
 # the columns of StepCandidates that have a value a row
 BY_ROW = (
-    "handles", "positions", "counts", "logsumexp", "num_kept", "tail_mass", "tail_token_ids", "tail_logits", "previous_token_ids", "temperatures",
-)  # fmt: skip
+    "handles",
+    "positions",
+    "counts",
+    "logsumexp",
+    "num_kept",
+    "tail_mass",
+    "tail_token_ids",
+    "tail_logits",
+    "previous_token_ids",
+    "temperatures",
+)
 
 
 @dataclass(slots=True)  # not frozen, for speed: there is one a token
@@ -55,9 +64,22 @@ class Decided:
 
 def moments_of(rows: list[Decided], compute_id: str, sampler_id: str, decided_at: float) -> tuple[Moments, ...]:
     """Times of what happened to the rows' requests; decided_at: wall clock, s."""
-    ends = [(row.state.intro, event.position) for row in rows if row.state is not None and (event := row.outcome or row.end) is not None]
+    ends = [
+        (row.state.intro, event.position)
+        for row in rows
+        if row.state is not None and (event := row.outcome or row.end) is not None
+    ]
     return tuple(
-        Moments(each.request_id, position, each.tokenized_at, each.scheduled_at, decided_at, compute_id, sampler_id=sampler_id) for each, position in ends
+        Moments(
+            each.request_id,
+            position,
+            each.tokenized_at,
+            each.scheduled_at,
+            decided_at,
+            compute_id,
+            sampler_id=sampler_id,
+        )
+        for each, position in ends
     )
 
 
@@ -65,17 +87,25 @@ def select(step: StepCandidates, rows: list[int]) -> StepCandidates:
     """The step with some of its rows, at least one."""
     listed = np.isin(np.repeat(np.arange(len(step.handles)), step.counts), rows)
     by_row = {name: getattr(step, name)[rows] for name in BY_ROW if len(getattr(step, name))}
-    return replace(step, intros=(), forget=step.forget[:0], token_ids=step.token_ids[listed], logits=step.logits[listed], **by_row)
+    return replace(
+        step, intros=(), forget=step.forget[:0], token_ids=step.token_ids[listed], logits=step.logits[listed], **by_row
+    )
 
 
-def to_decide_again(decided: list[Decided], settled: list[Decided], refused: Container[tuple[int, int]]) -> list[Decided]:
+def to_decide_again(
+    decided: list[Decided], settled: list[Decided], refused: Container[tuple[int, int]]
+) -> list[Decided]:
     """The rows that follow refused ones in their logs. refused: by handle and position.
 
     Not those of sequences that have ended, or whose logs hold other tokens than were refused: these
     rows were computed on the refused ones.
     """
     asked = {row.key: row.outcome.token_id for row in decided if row.key in refused and row.outcome is not None}
-    over = {row.handle for row in settled if row.is_over or row.outcome is None or row.outcome.token_id != asked.get(row.key, row.outcome.token_id)}
+    over = {
+        row.handle
+        for row in settled
+        if row.is_over or row.outcome is None or row.outcome.token_id != asked.get(row.key, row.outcome.token_id)
+    }
     cut = {row.handle for row in decided if row.key in refused} - over
     done = {row.key for row in settled}
     return [row for row in decided if row.handle in cut and row.key not in done]

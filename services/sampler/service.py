@@ -47,7 +47,9 @@ ANSWER_EVERY_S = 0.5
 
 
 class SamplerService:
-    def __init__(self, stage: Stage, settings: SamplerSettings, tokenizer: Tokenizer, clock: Clock = SYSTEM_CLOCK) -> None:
+    def __init__(
+        self, stage: Stage, settings: SamplerSettings, tokenizer: Tokenizer, clock: Clock = SYSTEM_CLOCK
+    ) -> None:
         """clock: of all times that it measures and writes; Redis' own waits are not among them."""
         assert stage.model is not None
         self.stage = stage
@@ -137,7 +139,9 @@ class SamplerService:
                         self.forget((step.compute_id, row.handle), "failed" if row.outcome is None else "finished")
         except (RedisError, OSError, Recoverable):
             raise
-        except Exception as error:  # a mistake in this message, or of ours with it: compute asks again, and gives the request up in the end
+        # a mistake in this message, or of ours with it: compute asks again, and gives the request
+        # up in the end
+        except Exception as error:
             log.exception("a step can't be answered", compute_id=step.compute_id)
             for handle in step.handles.tolist():  # some may be ahead of their logs by now
                 self.forget((step.compute_id, handle), "failed")
@@ -171,7 +175,11 @@ class SamplerService:
 
     def knows(self, compute_id: str, intro: SequenceIntro) -> bool:
         state = self.states.get((compute_id, intro.handle))
-        return state is not None and state.intro.request_id == intro.request_id and state.position >= intro.num_decided_tokens
+        return (
+            state is not None
+            and state.intro.request_id == intro.request_id
+            and state.position >= intro.num_decided_tokens
+        )
 
     def rebuild(self, compute_id: str, intros: list[SequenceIntro]) -> Iterator[int]:
         """The states of requests that are new here, or behind what compute knows: replayed from their
@@ -203,7 +211,11 @@ class SamplerService:
             tokens, ends = [row for row in decided if row.end is None], [row for row in decided if row.end is not None]
             refused = self.writer.write(part, tokens) if tokens else {}
             if refused:
-                tokens = [self.settle(row, refused[row.key]) if row.key in refused else row for row in tokens if refused.get(row.key) != AFTER_REFUSED]
+                tokens = [
+                    self.settle(row, refused[row.key]) if row.key in refused else row
+                    for row in tokens
+                    if refused.get(row.key) != AFTER_REFUSED
+                ]
                 self.writer.tell(part, tokens)
                 ends = [row for row in ends if row.handle not in {handle for handle, _ in refused}]
             if ends:
@@ -217,17 +229,29 @@ class SamplerService:
         for state in {id(row.state): row.state for row in again if row.state is not None}.values():
             self.renew(state)
         keys = {row.key for row in again}
-        rows = [index for index, key in enumerate(zip(step.handles.tolist(), step.positions.tolist(), strict=True)) if key in keys]
+        rows = [
+            index
+            for index, key in enumerate(zip(step.handles.tolist(), step.positions.tolist(), strict=True))
+            if key in keys
+        ]
         return select(step, rows) if rows else None
 
     def look_up(self, step: StepCandidates) -> tuple[list[RequestState | None], Logged]:
         """Each row's state, as far on as its log where it is behind the rows; and the logs' events
         that are no longer in the states."""
         states = [self.states.get((step.compute_id, handle)) for handle in step.handles.tolist()]
-        places = [(state, position) for state, position in zip(states, step.positions.tolist(), strict=True) if state is not None]
+        places = [
+            (state, position)
+            for state, position in zip(states, step.positions.tolist(), strict=True)
+            if state is not None
+        ]
         firsts = {id(state): (state, position) for state, position in reversed(places)}
         self.replay.catch_up([state for state, position in firsts.values() if position > state.position + 1])
-        past = [(state, position) for state, position in places if position <= state.position and not is_last(state, position)]
+        past = [
+            (state, position)
+            for state, position in places
+            if position <= state.position and not is_last(state, position)
+        ]
         keys = [(state.intro.handle, position) for state, position in past]
         return states, dict(zip(keys, self.replay.events_at(past), strict=True))
 
@@ -241,7 +265,12 @@ class SamplerService:
             return replace(row, entry=None, end=row.state.failure(str(error)))
         if logged is None:  # compute begins again where the log ends, and comes to the same tokens
             return replace(row, entry=None, state=None, code=LOST)
-        if (logged.position, logged.token_id, logged.text, logged.finish_reason) == (event.position, event.token_id, event.text, event.finish_reason):
+        if (logged.position, logged.token_id, logged.text, logged.finish_reason) == (
+            event.position,
+            event.token_id,
+            event.text,
+            event.finish_reason,
+        ):
             # by a try that seemed to fail, or by a replica that decided the same
             if logged.fingerprint != event.fingerprint:  # on candidates of another compute
                 return replace(row, entry=None, event=logged, state=self.renew(row.state))
@@ -291,7 +320,10 @@ def trace(tracer: Tracer, state: RequestState, compute_id: str, outcome: str, cl
     now = clock.wall()
     ended_at = now if outcome != "silence" else now - (clock.monotonic() - state.touched_at)
     attributes: Attributes = {
-        "penstock.request_id": state.intro.request_id, "penstock.compute_id": compute_id, "penstock.num_tokens": state.position - state.num_replayed_tokens,
-        "penstock.num_replayed_tokens": state.num_replayed_tokens, "penstock.outcome": outcome,
-    }  # fmt: skip
+        "penstock.request_id": state.intro.request_id,
+        "penstock.compute_id": compute_id,
+        "penstock.num_tokens": state.position - state.num_replayed_tokens,
+        "penstock.num_replayed_tokens": state.num_replayed_tokens,
+        "penstock.outcome": outcome,
+    }
     tracer.record("sample", state.intro.traceparent, state.begun_at, ended_at, attributes)

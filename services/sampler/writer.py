@@ -24,7 +24,9 @@ class StepWriter:
     """Writes what this sampler has decided. send: makes one round trip of what is queued, and
     returns the replies."""
 
-    def __init__(self, model: str, sampler_id: str, send: Callable[[Callable[[Pipeline], None]], list[Any]], clock: Clock) -> None:
+    def __init__(
+        self, model: str, sampler_id: str, send: Callable[[Callable[[Pipeline], None]], list[Any]], clock: Clock
+    ) -> None:
         self.model = model
         self.sampler_id = sampler_id
         self.send = send
@@ -45,7 +47,9 @@ class StepWriter:
     def _send(self, step: StepCandidates, decided: list[Decided], entries: list[LogEntry]) -> list[tuple[int, Held]]:
         now = self.clock.wall()
         messages = [*self._events(step, decided, now), (decisions(step.compute_id), self._decisions(step, decided))]
-        ends = [(row.end, row.state.gateway_id, self._moments(step, [row], now)) for row in decided if row.end and row.state]
+        ends = [
+            (row.end, row.state.gateway_id, self._moments(step, [row], now)) for row in decided if row.end and row.state
+        ]
 
         def fill(pipe: Pipeline) -> None:
             for end, gateway_id, moments in ends:
@@ -54,7 +58,9 @@ class StepWriter:
 
         return [(index, (held[0], held[1]) if held else None) for index, held in self.send(fill)[len(ends)]]
 
-    def _events(self, step: StepCandidates, decided: list[Decided], now: float) -> list[tuple[DirectStream, StepEvents]]:
+    def _events(
+        self, step: StepCandidates, decided: list[Decided], now: float
+    ) -> list[tuple[DirectStream, StepEvents]]:
         """Each gateway's events, in the order of the rows."""
         payloads: dict[str, list[bytes]] = defaultdict(list)
         for row in decided:
@@ -64,7 +70,12 @@ class StepWriter:
                 elif row.event is not None:
                     payloads[row.state.gateway_id].append(log_entry(row.event).payload)
         return [
-            (events(gateway_id), StepEvents(tuple(each), self._moments(step, [row for row in decided if row.is_notable(gateway_id)], now)))
+            (
+                events(gateway_id),
+                StepEvents(
+                    tuple(each), self._moments(step, [row for row in decided if row.is_notable(gateway_id)], now)
+                ),
+            )
             for gateway_id, each in payloads.items()
         ]
 
@@ -73,8 +84,14 @@ class StepWriter:
 
     def _decisions(self, step: StepCandidates, decided: list[Decided]) -> StepDecisions:
         outcomes = [row.outcome for row in decided]
-        tokens = [event.token_id if event is not None and event.token_id is not None else row.code for row, event in zip(decided, outcomes, strict=True)]
-        ends = [row.code == FAILED if event is None else event.finish_reason is not None for row, event in zip(decided, outcomes, strict=True)]
+        tokens = [
+            event.token_id if event is not None and event.token_id is not None else row.code
+            for row, event in zip(decided, outcomes, strict=True)
+        ]
+        ends = [
+            row.code == FAILED if event is None else event.finish_reason is not None
+            for row, event in zip(decided, outcomes, strict=True)
+        ]
         return StepDecisions(
             sampler_id=self.sampler_id,
             step=step.step,

@@ -29,60 +29,142 @@ EXAMPLES = """examples:
   penstock simulate --trace chats.json --admission reserve       the lengths of a ShareGPT file
   penstock simulate --model ~/models/mine --hardware mine.json   a checkpoint's shape, measured steps
   penstock simulate --model llama-3-70b --hardware h100-80g --tensor-parallel-size 4 --quantization w8a8
-                                                                 a replica of four cards; between hosts, say, --link ethernet-100g
-  penstock simulate --table --model llama-3-8b                   what each card makes of it: tokens/s, TTFT, TPOT, requests/s, cost
-  penstock simulate --trace conv.csv --max-total-tokens 16384 --speed 8 --replicas 4 12 --autoscale deploy/kubernetes/keda/scaled.yaml --max-replicas 12
-                                                                 an Azure trace, 8 times as fast, on 4, on 12, and on 1 to 12 replicas
+                                                a replica of four cards; between hosts, say, --link ethernet-100g
+  penstock simulate --table --model llama-3-8b
+                                                what each card makes of it: tokens/s, TTFT, TPOT, requests/s, cost
+  penstock simulate --trace conv.csv --max-total-tokens 16384 --speed 8 --replicas 4 12 \
+      --autoscale deploy/kubernetes/keda/scaled.yaml --max-replicas 12
+                                                an Azure trace, 8 times as fast, on 4, on 12, and on 1 to 12 replicas
 """
 DEFAULTS = {"model": "llama-3-8b", "hardware": "a100-80g", "quantization": "none", "kv_cache_dtype": "auto"}
 COUNTS = (
-    "tensor_parallel_size", "pipeline_parallel_size", "num_requests", "rate", "speed", "max_total_tokens", "max_num_seqs", "max_batched_tokens",
-    "target_itl_ms", "block_size", "max_replicas", "ttft_ms", "tpot_ms",
-)  # fmt: skip
+    "tensor_parallel_size",
+    "pipeline_parallel_size",
+    "num_requests",
+    "rate",
+    "speed",
+    "max_total_tokens",
+    "max_num_seqs",
+    "max_batched_tokens",
+    "target_itl_ms",
+    "block_size",
+    "max_replicas",
+    "ttft_ms",
+    "tpot_ms",
+)
 
 
 def build_parser() -> argparse.ArgumentParser:
     parser = CommandLineParser(
         prog="penstock simulate",
-        description="Replay a trace of requests through the scheduler and the KV cache's accounting, with a cost model of the steps.",
+        description=(
+            "Replay a trace of requests through the scheduler and the KV cache's accounting, with a cost model of "
+            "the steps."
+        ),
         epilog=EXAMPLES,
     )
     parser.add_argument(
-        "--trace", default="synthetic", help="synthetic, a ShareGPT .json, an Azure trace's .csv, or a .jsonl of prompt_tokens, output_tokens, arrived_at"
+        "--trace",
+        default="synthetic",
+        help=(
+            "synthetic, a ShareGPT .json, an Azure trace's .csv, or a .jsonl of prompt_tokens, output_tokens, "
+            "arrived_at"
+        ),
     )
-    parser.add_argument("--model", help=f"a checkpoint folder, or one of {', '.join(MODELS)} (default: {DEFAULTS['model']})")
+    parser.add_argument(
+        "--model", help=f"a checkpoint folder, or one of {', '.join(MODELS)} (default: {DEFAULTS['model']})"
+    )
     help_text = "or a .json with fixed_s, per_token_s, per_context_token_s and kv_tokens"
-    parser.add_argument("--hardware", help=f"one of {', '.join(HARDWARE)}, {help_text} (default: {DEFAULTS['hardware']})")
+    parser.add_argument(
+        "--hardware", help=f"one of {', '.join(HARDWARE)}, {help_text} (default: {DEFAULTS['hardware']})"
+    )
     parser.add_argument("--quantization", choices=PRECISIONS, help="form of the weights; none: 16 bits (default: none)")
     parser.add_argument("--kv-cache-dtype", choices=KV_BYTES, help="of keys and values; auto: 16 bits (default: auto)")
-    parser.add_argument("--tensor-parallel-size", type=int, default=1, metavar="N", help="cards that divide every layer (default: %(default)s)")
-    parser.add_argument("--pipeline-parallel-size", type=int, default=1, metavar="N", help="stages that divide the layers (default: %(default)s)")
-    parser.add_argument("--link", choices=LINKS, metavar="LINK", help=f"between cards: {', '.join(LINKS)} (default: the card's own in a host)")
+    parser.add_argument(
+        "--tensor-parallel-size",
+        type=int,
+        default=1,
+        metavar="N",
+        help="cards that divide every layer (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--pipeline-parallel-size",
+        type=int,
+        default=1,
+        metavar="N",
+        help="stages that divide the layers (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--link",
+        choices=LINKS,
+        metavar="LINK",
+        help=f"between cards: {', '.join(LINKS)} (default: the card's own in a host)",
+    )
     parser.add_argument("--pipeline-link", choices=LINKS, metavar="LINK", help="between stages (default: as --link)")
-    parser.add_argument("--price", type=float, help="$ of a card for an hour (default: a round figure that is assumed; 1 for measured steps)")
+    parser.add_argument(
+        "--price",
+        type=float,
+        help="$ of a card for an hour (default: a round figure that is assumed; 1 for measured steps)",
+    )
     parser.add_argument("--num-requests", type=int, help="default: all of the file, 1000 synthetic ones")
-    parser.add_argument("--rate", type=float, help="requests/s, at random times; default: the trace's times, or all at once")
+    parser.add_argument(
+        "--rate", type=float, help="requests/s, at random times; default: the trace's times, or all at once"
+    )
     parser.add_argument("--speed", type=float, help="the trace's times pass so many times as fast")
-    parser.add_argument("--max-total-tokens", type=int, default=4096, help="tokens that each request asks for, prompt and answer (default: %(default)s)")
+    parser.add_argument(
+        "--max-total-tokens",
+        type=int,
+        default=4096,
+        help="tokens that each request asks for, prompt and answer (default: %(default)s)",
+    )
     parser.add_argument("--admission", choices=STRATEGIES, default="predicted", help="default: %(default)s")
     parser.add_argument("--max-num-seqs", type=int, default=256, help="default: %(default)s")
     parser.add_argument("--max-batched-tokens", type=int, default=2048, help="default: %(default)s")
-    parser.add_argument("--target-itl-ms", type=float, help="cut prompts into chunks so that steps take no longer than this")
+    parser.add_argument(
+        "--target-itl-ms", type=float, help="cut prompts into chunks so that steps take no longer than this"
+    )
     parser.add_argument("--block-size", type=int, default=16, help="default: %(default)s")
     parser.add_argument("--seed", type=int, default=0)
     tables = parser.add_argument_group("tables, in Markdown")
     help_text = f"by default {', '.join(TABLE_MODELS)} on {', '.join(TABLE_HARDWARE)}; flags above choose one"
-    tables.add_argument("--table", action="store_true", help=f"a line for each card, precision and number of cards: {help_text}")
-    tables.add_argument("--published", action="store_true", help="figures that PPL.LLM's authors measured, and the simulator's")
-    fleet = parser.add_argument_group("several replicas at one stream", "Each number of replicas, and each choice of triggers, is a run of its own.")
+    tables.add_argument(
+        "--table", action="store_true", help=f"a line for each card, precision and number of cards: {help_text}"
+    )
+    tables.add_argument(
+        "--published", action="store_true", help="figures that PPL.LLM's authors measured, and the simulator's"
+    )
+    fleet = parser.add_argument_group(
+        "several replicas at one stream", "Each number of replicas, and each choice of triggers, is a run of its own."
+    )
     fleet.add_argument("--replicas", type=int, nargs="+", metavar="N", default=[], help="fixed numbers of replicas")
-    fleet.add_argument("--autoscale", metavar="FILE", help="replicas by the ScaledObject for compute in this manifest, e.g. deploy/kubernetes/keda/scaled.yaml")
-    fleet.add_argument("--triggers", nargs="+", metavar="NAMES", help="of the manifest's triggers, only these: lag, pending, or lag+pending")
+    fleet.add_argument(
+        "--autoscale",
+        metavar="FILE",
+        help="replicas by the ScaledObject for compute in this manifest, e.g. deploy/kubernetes/keda/scaled.yaml",
+    )
+    fleet.add_argument(
+        "--triggers",
+        nargs="+",
+        metavar="NAMES",
+        help="of the manifest's triggers, only these: lag, pending, or lag+pending",
+    )
     fleet.add_argument("--min-replicas", type=int, metavar="N", help="instead of the manifest's")
     fleet.add_argument("--max-replicas", type=int, metavar="N", help="instead of the manifest's")
-    fleet.add_argument("--start-s", type=float, default=60.0, help="from a replica's start until its model is loaded (default: %(default)s)")
-    fleet.add_argument("--ttft-ms", type=float, default=2000.0, help="goodput counts requests whose TTFT is at most this (default: %(default)s)")
-    fleet.add_argument("--tpot-ms", type=float, default=100.0, help="and whose TPOT is at most this (default: %(default)s)")
+    fleet.add_argument(
+        "--start-s",
+        type=float,
+        default=60.0,
+        help="from a replica's start until its model is loaded (default: %(default)s)",
+    )
+    fleet.add_argument(
+        "--ttft-ms",
+        type=float,
+        default=2000.0,
+        help="goodput counts requests whose TTFT is at most this (default: %(default)s)",
+    )
+    fleet.add_argument(
+        "--tpot-ms", type=float, default=100.0, help="and whose TPOT is at most this (default: %(default)s)"
+    )
     return parser
 
 
@@ -101,7 +183,11 @@ def simulate(argv: list[str]) -> None:
         setattr(args, name, getattr(args, name) or value)
     machine = machine_of(args)
     num_cards = args.tensor_parallel_size * args.pipeline_parallel_size
-    cards = args.hardware if num_cards == 1 else f"{args.tensor_parallel_size} x {args.pipeline_parallel_size} {args.hardware}"
+    cards = (
+        args.hardware
+        if num_cards == 1
+        else f"{args.tensor_parallel_size} x {args.pipeline_parallel_size} {args.hardware}"
+    )
     print(f"{args.model} on {cards}: KV cache of {machine.kv_tokens:,} tokens, admission {args.admission}")
     if args.replicas or args.autoscale:
         simulate_fleets(args, sorted(requests, key=lambda request: request.arrived_at), machine)
@@ -140,7 +226,9 @@ def machine_of(args: argparse.Namespace) -> Machine:
     group = CardGroup(args.tensor_parallel_size, args.pipeline_parallel_size, *links_of(args, args.hardware))
     machine = find_machine(args.hardware, find_model(args.model), precision, group, args.price)
     if args.max_total_tokens > machine.kv_tokens // args.block_size * args.block_size:
-        raise StartupError(f"--max-total-tokens {args.max_total_tokens}: the KV cache has room for {machine.kv_tokens} tokens")
+        raise StartupError(
+            f"--max-total-tokens {args.max_total_tokens}: the KV cache has room for {machine.kv_tokens} tokens"
+        )
     return machine
 
 
@@ -153,7 +241,9 @@ def print_lines(lines: Iterator[str]) -> None:
 
 def limits_of(args: argparse.Namespace) -> ReplicaLimits:
     target_itl_s = args.target_itl_ms / 1000 if args.target_itl_ms is not None else None
-    return ReplicaLimits(args.max_num_seqs, args.max_batched_tokens, args.block_size, args.admission, args.max_total_tokens, target_itl_s)
+    return ReplicaLimits(
+        args.max_num_seqs, args.max_batched_tokens, args.block_size, args.admission, args.max_total_tokens, target_itl_s
+    )
 
 
 def links_of(args: argparse.Namespace, hardware: str) -> tuple[Link, Link]:
@@ -165,7 +255,10 @@ def links_of(args: argparse.Namespace, hardware: str) -> tuple[Link, Link]:
 def print_tables(args: argparse.Namespace, requests: list[TraceRequest]) -> None:
     """The hardware table of each model."""
     if args.tensor_parallel_size * args.pipeline_parallel_size > 1:
-        raise StartupError("--table: it finds how to divide a model by itself; leave out --tensor-parallel-size and --pipeline-parallel-size")
+        raise StartupError(
+            "--table: it finds how to divide a model by itself; leave out --tensor-parallel-size and "
+            "--pipeline-parallel-size"
+        )
     if args.hardware is not None and args.hardware not in HARDWARE:
         raise StartupError(f"--hardware {args.hardware}: the table takes one of {', '.join(HARDWARE)}")
     precisions = [each for each in TABLE_PRECISIONS if args.quantization in (None, each[0])]
@@ -174,7 +267,10 @@ def print_tables(args: argparse.Namespace, requests: list[TraceRequest]) -> None
     cases = []
     for name in [args.hardware] if args.hardware else TABLE_HARDWARE:
         group = CardGroup(1, 1, *links_of(args, name))
-        cases += [Case(name, *precision, group, HARDWARE[name].price if args.price is None else args.price) for precision in precisions]
+        cases += [
+            Case(name, *precision, group, HARDWARE[name].price if args.price is None else args.price)
+            for precision in precisions
+        ]
     for model in [args.model] if args.model else TABLE_MODELS:
         print_lines(lines_of(model, find_model(model), cases, requests, limits_of(args)))
         print()
@@ -182,12 +278,21 @@ def print_tables(args: argparse.Namespace, requests: list[TraceRequest]) -> None
 
 def simulate_replica(args: argparse.Namespace, requests: list[TraceRequest], machine: Machine) -> None:
     scheduler = limits_of(args).scheduler(Scheduler, machine.kv_tokens)
-    result = replay(scheduler, requests, lambda batch: machine.cost.seconds(Work.of(batch)), max_total_tokens=args.max_total_tokens, progress=True)
+    result = replay(
+        scheduler,
+        requests,
+        lambda batch: machine.cost.seconds(Work.of(batch)),
+        max_total_tokens=args.max_total_tokens,
+        progress=True,
+    )
     print(describe(result, machine.price))
     peaks = scheduler.admission.peaks
     if peaks is not None and peaks.num_predictions:
         ratio = peaks.sum_of_ratios / peaks.num_predictions
-        print(f"predicted peaks of KV memory: {peaks.num_exceeded} of {peaks.num_predictions} exceeded, real / predicted {ratio:.2f} in the mean")
+        print(
+            f"predicted peaks of KV memory: {peaks.num_exceeded} of {peaks.num_predictions} exceeded, real / "
+            f"predicted {ratio:.2f} in the mean"
+        )
 
 
 def policies(args: argparse.Namespace) -> dict[str, Policy]:
@@ -201,8 +306,12 @@ def policies(args: argparse.Namespace) -> dict[str, Policy]:
     for names in args.triggers or ["+".join(each.metric for each in policy.triggers)]:
         triggers = tuple(each for each in policy.triggers if each.metric in names.split("+"))
         if {each.metric for each in triggers} != set(names.split("+")):
-            raise StartupError(f"--triggers {names}: {args.autoscale} has {', '.join(each.metric for each in policy.triggers)}")
-        found[f"{minimum} to {maximum}, by {names}"] = replace(policy, triggers=triggers, min_replicas=minimum, max_replicas=maximum)
+            raise StartupError(
+                f"--triggers {names}: {args.autoscale} has {', '.join(each.metric for each in policy.triggers)}"
+            )
+        found[f"{minimum} to {maximum}, by {names}"] = replace(
+            policy, triggers=triggers, min_replicas=minimum, max_replicas=maximum
+        )
     return found
 
 
@@ -217,12 +326,19 @@ def simulate_fleets(args: argparse.Namespace, requests: list[TraceRequest], mach
     limits = limits_of(args)
 
     def make_replica(outcomes: Outcomes) -> SimulatedReplica:
-        return SimulatedReplica(limits.scheduler(SteadyScheduler, machine.kv_tokens), machine.cost, outcomes, limits.max_total_tokens)
+        return SimulatedReplica(
+            limits.scheduler(SteadyScheduler, machine.kv_tokens), machine.cost, outcomes, limits.max_total_tokens
+        )
 
     runs: dict[str, Run] = {}
     for name, (num_replicas, policy) in fleets.items():
-        runs[name] = Fleet(requests, make_replica, start_s=args.start_s, policy=policy).replay(num_replicas, progress=True)
-    print(f"{len(requests):,} requests in {requests[-1].arrived_at:,.0f} s; goodput: TTFT up to {args.ttft_ms:g} ms, TPOT up to {args.tpot_ms:g} ms")
+        runs[name] = Fleet(requests, make_replica, start_s=args.start_s, policy=policy).replay(
+            num_replicas, progress=True
+        )
+    print(
+        f"{len(requests):,} requests in {requests[-1].arrived_at:,.0f} s; goodput: TTFT up to {args.ttft_ms:g} ms, "
+        f"TPOT up to {args.tpot_ms:g} ms"
+    )
     print(table(runs, Limits(args.ttft_ms / 1000, args.tpot_ms / 1000), machine.price))
     for name in autoscaled:
         print(f"\n{name}; a replica starts in {args.start_s:g} s\n{plot(runs[name])}")
@@ -231,16 +347,23 @@ def simulate_fleets(args: argparse.Namespace, requests: list[TraceRequest], mach
 def describe(result: ReplayResult, price: float) -> str:
     """The figures as text. price: of the replica, for an hour."""
     output_tokens = sum(timeline.request.num_output_tokens for timeline in result.timelines)
-    rows = {"TTFT, s": percentiles(each.ttft for each in result.timelines), "TPOT, ms": percentiles(each.tpot * 1000 for each in result.timelines)}
+    rows = {
+        "TTFT, s": percentiles(each.ttft for each in result.timelines),
+        "TPOT, ms": percentiles(each.tpot * 1000 for each in result.timelines),
+    }
     rows["ITL, ms"] = [result.itl(percentile) * 1000 for percentile in PERCENTILES]
     lines = [
-        f"{len(result.timelines):,} requests in {result.seconds:,.1f} s: {result.qps:.2f} requests/s, {output_tokens / result.seconds:,.0f} output tokens/s, "
+        f"{len(result.timelines):,} requests in {result.seconds:,.1f} s: {result.qps:.2f} requests/s, "
+        f"{output_tokens / result.seconds:,.0f} output tokens/s, "
         f"{price * result.seconds / 3600 / output_tokens * 1e6:.2f} a million output tokens",
-        f"{result.num_steps:,} steps of {result.num_sequence_steps / result.num_steps:.0f} sequences, {result.num_preemptions:,} preemptions, "
+        f"{result.num_steps:,} steps of {result.num_sequence_steps / result.num_steps:.0f} sequences, "
+        f"{result.num_preemptions:,} preemptions, "
         f"scheduler {result.scheduler_s / result.num_steps * 1e6:.0f} us a step",
         f"{'':10}" + "".join(f"{f'p{percentile}':>10}" for percentile in PERCENTILES),
     ]
-    return "\n".join(lines + [f"{name:10}" + "".join(f"{value:10.2f}" for value in values) for name, values in rows.items()])
+    return "\n".join(
+        lines + [f"{name:10}" + "".join(f"{value:10.2f}" for value in values) for name, values in rows.items()]
+    )
 
 
 if __name__ == "__main__":

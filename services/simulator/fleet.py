@@ -66,13 +66,20 @@ class Run:
 
 class Fleet:
     def __init__(
-        self, requests: list[TraceRequest], make_replica: Callable[[Outcomes], SimulatedReplica], *, start_s: float, policy: Policy | None = None
+        self,
+        requests: list[TraceRequest],
+        make_replica: Callable[[Outcomes], SimulatedReplica],
+        *,
+        start_s: float,
+        policy: Policy | None = None,
     ) -> None:
         """start_s: from a replica's start until it takes prompts. The requests are in the order of their
         arrival."""
         self.run = Run(Outcomes(requests))
         self.stream: deque[int] = deque()  # numbers of requests that no replica has taken
-        self.released: deque[tuple[int, int]] = deque()  # numbers of requests, and their tokens: taken once, and free again
+        self.released: deque[tuple[int, int]] = (
+            deque()
+        )  # numbers of requests, and their tokens: taken once, and free again
         self.members: list[FleetReplica] = []  # those that have not ended, the oldest first
         self.start_s = start_s
         self.policy = policy
@@ -86,7 +93,10 @@ class Fleet:
     @property
     def figures(self) -> dict[str, float]:
         """The triggers' metrics."""
-        return {"lag": len(self.stream), "pending": len(self.released) + sum([member.num_active for member in self.members])}
+        return {
+            "lag": len(self.stream),
+            "pending": len(self.released) + sum([member.num_active for member in self.members]),
+        }
 
     def replay(self, num_replicas: int, *, progress: bool = False) -> Run:
         """Run all requests to their ends, on so many replicas that are ready at the beginning. Raises
@@ -101,7 +111,10 @@ class Fleet:
         now = 0.0
         with tqdm(total=len(requests), desc="replaying", unit="request", disable=None if progress else True) as bar:
             while outcomes.num_ended < len(requests):
-                if self._num_arrived < len(requests) and (arrived_at := requests[self._num_arrived].arrived_at) <= self._events[0][0]:
+                if (
+                    self._num_arrived < len(requests)
+                    and (arrived_at := requests[self._num_arrived].arrived_at) <= self._events[0][0]
+                ):
                     while self._num_arrived < len(requests) and requests[self._num_arrived].arrived_at <= arrived_at:
                         self.stream.append(self._num_arrived)
                         self._num_arrived += 1
@@ -194,7 +207,9 @@ class Fleet:
     def _on_sync(self, now: float) -> None:
         figures = self.figures
         num_loading = sum(member.replica is None for member in self.members)
-        self.run.moments.append(Moment(now, len(self.members) - num_loading, num_loading, int(figures["lag"]), int(figures["pending"])))
+        self.run.moments.append(
+            Moment(now, len(self.members) - num_loading, num_loading, int(figures["lag"]), int(figures["pending"]))
+        )
         if self._autoscaler is not None:
             self._scale(self._autoscaler.sync(now, figures, len(self.members)), now)
         self._at(now + SYNC_S, self._on_sync)

@@ -36,13 +36,19 @@ class Machine:
     price: float  # $ an hour
 
 
-def find_machine(name: str, model: DecoderShape, precision: Precision, group: CardGroup, price: float | None) -> Machine:
+def find_machine(
+    name: str, model: DecoderShape, precision: Precision, group: CardGroup, price: float | None
+) -> Machine:
     """A group of known cards, or a .json with the cost of measured steps. price: $ of a card for an
     hour; None: the one that is assumed. Raises StartupError."""
     if name in HARDWARE:
         hardware = HARDWARE[name]
         room = kv_tokens(model, hardware, precision, group)
-        return Machine(Roofline(model, hardware, precision, group), room, (hardware.price if price is None else price) * group.num_cards)
+        return Machine(
+            Roofline(model, hardware, precision, group),
+            room,
+            (hardware.price if price is None else price) * group.num_cards,
+        )
     try:
         fields = json.loads(Path(name).read_text())
         fixed_s, *others = costs = [float(fields[key]) for key in ("fixed_s", "per_token_s", "per_context_token_s")]
@@ -50,8 +56,14 @@ def find_machine(name: str, model: DecoderShape, precision: Precision, group: Ca
             raise ValueError("its costs must be at least 0, and fixed_s above 0")
         machine = Machine(MeasuredCost(StepCost(*costs)), int(fields["kv_tokens"]), 1.0 if price is None else price)
     except (OSError, ValueError, KeyError, TypeError) as error:
-        text = f"--hardware {name}: not one of {', '.join(HARDWARE)}, nor a file with fixed_s, per_token_s, per_context_token_s and kv_tokens"
+        text = (
+            f"--hardware {name}: not one of {', '.join(HARDWARE)}, nor a file with fixed_s, per_token_s, "
+            "per_context_token_s and kv_tokens"
+        )
         raise StartupError(f"{text} ({reason(error)})") from None
     if group.num_cards > 1:
-        raise StartupError(f"--hardware {name}: its steps were measured as they are, so it can't be divided over {group.num_cards} cards")
+        raise StartupError(
+            f"--hardware {name}: its steps were measured as they are, so it can't be divided over {group.num_cards} "
+            "cards"
+        )
     return machine

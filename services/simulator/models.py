@@ -75,7 +75,9 @@ class Part:
 
     @property
     def num_parameters(self) -> int:
-        return self.num_layers * (self.attention_weights + self.mlp_weights) + self.head_weights + self.embedding_weights
+        return (
+            self.num_layers * (self.attention_weights + self.mlp_weights) + self.head_weights + self.embedding_weights
+        )
 
 
 def part_of(model: DecoderShape, share: Share, stage: Share) -> Part:
@@ -121,7 +123,9 @@ def find_model(name: str) -> DecoderShape:
         return DecoderShape(
             num_layers=config["num_hidden_layers"],
             hidden_size=hidden,
-            intermediate_size=config["intermediate_size"] if num_experts == 1 else config.get("moe_intermediate_size") or config["intermediate_size"],
+            intermediate_size=config["intermediate_size"]
+            if num_experts == 1
+            else config.get("moe_intermediate_size") or config["intermediate_size"],
             num_heads=heads,
             num_kv_heads=config.get("num_key_value_heads") or heads,
             head_dim=config.get("head_dim") or hidden // heads,
@@ -131,4 +135,6 @@ def find_model(name: str) -> DecoderShape:
             num_active=config["num_experts_per_tok"] if num_experts > 1 else 1,
         )
     except (OSError, ValueError, KeyError, TypeError, ZeroDivisionError) as error:
-        raise StartupError(f"--model {name}: no checkpoint folder ({reason(error)}), and not one of {', '.join(MODELS)}") from None
+        raise StartupError(
+            f"--model {name}: no checkpoint folder ({reason(error)}), and not one of {', '.join(MODELS)}"
+        ) from None

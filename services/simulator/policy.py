@@ -143,7 +143,11 @@ def read_policy(path: str) -> Policy:
     try:
         documents = list(yaml.safe_load_all(Path(path).read_text(encoding="utf-8")))
         specs = [each["spec"] for each in documents if isinstance(each, dict) and each.get("kind") == "ScaledObject"]
-        found = [spec for spec in specs if any(each.get("metadata", {}).get("consumerGroup") == "compute" for each in spec["triggers"])]
+        found = [
+            spec
+            for spec in specs
+            if any(each.get("metadata", {}).get("consumerGroup") == "compute" for each in spec["triggers"])
+        ]
         if not found:
             raise ValueError("no ScaledObject has a redis-streams trigger with consumerGroup compute")
         return policy_of(found[0])
@@ -163,21 +167,30 @@ def policy_of(spec: dict[str, Any]) -> Policy:
         target = float(metadata[name])
         if target <= 0:
             raise ValueError(f"{name} must be above 0, got {metadata[name]}")
-        triggers.append(Trigger(METRICS[name], target, float(metadata.get("activationLagCount", 0)) if name == "lagCount" else 0.0))
+        triggers.append(
+            Trigger(METRICS[name], target, float(metadata.get("activationLagCount", 0)) if name == "lagCount" else 0.0)
+        )
     minimum, maximum = int(spec.get("minReplicaCount", 0)), int(spec.get("maxReplicaCount", 100))
     if not 0 <= minimum <= maximum or maximum == 0:
-        raise ValueError(f"minReplicaCount {minimum} must be from 0 to maxReplicaCount, and that above 0, got {maximum}")
+        raise ValueError(
+            f"minReplicaCount {minimum} must be from 0 to maxReplicaCount, and that above 0, got {maximum}"
+        )
     behavior = spec.get("advanced", {}).get("horizontalPodAutoscalerConfig", {}).get("behavior", {})
     polling_s, cooldown_s = float(spec.get("pollingInterval", 30)), float(spec.get("cooldownPeriod", 300))
     if polling_s <= 0 or cooldown_s < 0:
-        raise ValueError(f"pollingInterval must be above 0, got {polling_s:g}, and cooldownPeriod at least 0, got {cooldown_s:g}")
+        raise ValueError(
+            f"pollingInterval must be above 0, got {polling_s:g}, and cooldownPeriod at least 0, got {cooldown_s:g}"
+        )
     up, down = (rules_of(behavior.get(name, {}), default) for name, default in (("scaleUp", UP), ("scaleDown", DOWN)))
     return Policy(tuple(triggers), minimum, maximum, polling_s, cooldown_s, up, down)
 
 
 def rules_of(fields: dict[str, Any], default: Rules) -> Rules:
     """Rules of a behavior's scaleUp or scaleDown; what it leaves out is as by default."""
-    limits = tuple(Limit(float(each["value"]), each["type"] == "Percent", float(each["periodSeconds"])) for each in fields.get("policies", []))
+    limits = tuple(
+        Limit(float(each["value"]), each["type"] == "Percent", float(each["periodSeconds"]))
+        for each in fields.get("policies", [])
+    )
     select = str(fields.get("selectPolicy", "Max"))
     if select not in ("Max", "Min", "Disabled"):
         raise ValueError(f"selectPolicy must be Max, Min or Disabled, got {select}")

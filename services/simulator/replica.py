@@ -169,7 +169,11 @@ class SimulatedReplica:
         tokens = cast(list[int], bytearray(request.num_prompt_tokens + num_output_tokens))
         params = params_for(self.max_total_tokens - request.num_prompt_tokens)
         handle = number + self._num_rounds * len(self.outcomes.requests)  # what comes back has another
-        self.scheduler.add(Sequence(Request(handle, "", params, arrived_at=request.arrived_at), Tokens(tokens, request.num_prompt_tokens)))
+        self.scheduler.add(
+            Sequence(
+                Request(handle, "", params, arrived_at=request.arrived_at), Tokens(tokens, request.num_prompt_tokens)
+            )
+        )
 
     def begin_step(self, now: float) -> float | None:
         """The next step begins. Returns when it will end, in s; None if there is nothing to do."""
@@ -186,7 +190,9 @@ class SimulatedReplica:
             self._catch_up()
             if scheduler.schedule() is None:
                 return None
-            self._step = Work(scheduler.num_tokens, scheduler.num_context_tokens, scheduler.num_pairs, scheduler.num_rows)
+            self._step = Work(
+                scheduler.num_tokens, scheduler.num_context_tokens, scheduler.num_pairs, scheduler.num_rows
+            )
             self.outcomes.num_asked += 1
         self._seconds = self.cost.seconds(self._step)
         return now + self._seconds
@@ -218,7 +224,11 @@ class SimulatedReplica:
 
     def hand_on(self, count: int) -> list[int]:
         """Release the last in rank of those that have not begun, so many at most."""
-        waiting = sorted((each.rank, each.handle, each) for each in self.scheduler.waiting if not each.tokens.num_output and not each.has_begun)
+        waiting = sorted(
+            (each.rank, each.handle, each)
+            for each in self.scheduler.waiting
+            if not each.tokens.num_output and not each.has_begun
+        )
         for _, _, sequence in waiting[-count:]:
             self.scheduler.finish(sequence)
         self._num_rounds += 1
@@ -266,13 +276,20 @@ class SimulatedReplica:
     def _look_ahead(self) -> None:
         """Find how many steady steps can follow, and where they end sequences."""
         running, blocks = self.scheduler.running.values(), self.scheduler.block_manager
-        if not running or not self.scheduler.is_blocked or any(each.num_uncomputed_tokens != 1 or not each.tokens.num_output for each in reversed(running)):
+        if (
+            not running
+            or not self.scheduler.is_blocked
+            or any(each.num_uncomputed_tokens != 1 or not each.tokens.num_output for each in reversed(running))
+        ):
             return
         # a sequence takes a block for each block_size steps
         self._most_steady = blocks.num_free_blocks // len(running) * blocks.block_size
         requests, size = self.outcomes.requests, len(self.outcomes.requests)
         self._num_context_tokens = sum([len(each.tokens.ids) for each in running])
-        self._ends = [(requests[each.handle % size].num_output_tokens + each.tokens.num_prompt - len(each.tokens.ids), each) for each in reversed(running)]
+        self._ends = [
+            (requests[each.handle % size].num_output_tokens + each.tokens.num_prompt - len(each.tokens.ids), each)
+            for each in reversed(running)
+        ]
         self._ends.sort(key=lambda end: -end[0])  # stable: of those that end together, the first that runs is last
 
 

@@ -11,9 +11,20 @@ from shared.model.arrays import Array
 
 NUM_ROWS, WIDTH = 24, 50  # of the plot
 COLUMNS = {
-    "requests/s": 12, "goodput": 9, "good": 8, "TTFT p50": 10, "p90": 8, "p99, s": 8, "TPOT p50": 10, "p90 ": 8, "p99, ms": 9, "hours": 8, "cost": 9,
-    "ended": 9, "handed over": 13,
-}  # fmt: skip
+    "requests/s": 12,
+    "goodput": 9,
+    "good": 8,
+    "TTFT p50": 10,
+    "p90": 8,
+    "p99, s": 8,
+    "TPOT p50": 10,
+    "p90 ": 8,
+    "p99, ms": 9,
+    "hours": 8,
+    "cost": 9,
+    "ended": 9,
+    "handed over": 13,
+}
 ENDS = ("loading", "busy", "idle")
 
 
@@ -48,7 +59,14 @@ def latencies(outcomes: Outcomes) -> tuple[Array, Array]:
 def figures(run: Run, limits: Limits) -> Figures:
     ttft, tpot = latencies(run.outcomes)
     num_good = int(((ttft <= limits.ttft_s) & (tpot <= limits.tpot_s)).sum())
-    return Figures(len(ttft) / run.seconds, num_good / run.seconds, num_good / len(ttft), percentiles(ttft), percentiles(tpot), run.replica_s / 3600)
+    return Figures(
+        len(ttft) / run.seconds,
+        num_good / run.seconds,
+        num_good / len(ttft),
+        percentiles(ttft),
+        percentiles(tpot),
+        run.replica_s / 3600,
+    )
 
 
 def table(runs: dict[str, Run], limits: Limits, price: float) -> str:
@@ -57,11 +75,20 @@ def table(runs: dict[str, Run], limits: Limits, price: float) -> str:
     lines = [f"{'':{width}}" + "".join(f"{head:>{size}}" for head, size in COLUMNS.items())]
     for name, run in runs.items():
         found = figures(run, limits)
-        cells = [f"{found.qps:.2f}", f"{found.goodput:.2f}", f"{found.share:.1%}", *(f"{value:.2f}" for value in found.ttft)]
+        cells = [
+            f"{found.qps:.2f}",
+            f"{found.goodput:.2f}",
+            f"{found.share:.1%}",
+            *(f"{value:.2f}" for value in found.ttft),
+        ]
         cells += [*(f"{value * 1000:.1f}" for value in found.tpot), f"{found.hours:.1f}", f"{found.hours * price:.2f}"]
         cells += ["/".join(str(run.num_ended[each]) for each in ENDS), str(run.num_handed_over)]
-        lines.append(f"{name:{width}}" + "".join(f"{cell:>{size}}" for cell, size in zip(cells, COLUMNS.values(), strict=True)))
-    return "\n".join([*lines, "ended: replicas that loaded / were busy / were idle; handed over: the requests they had"])
+        lines.append(
+            f"{name:{width}}" + "".join(f"{cell:>{size}}" for cell, size in zip(cells, COLUMNS.values(), strict=True))
+        )
+    return "\n".join(
+        [*lines, "ended: replicas that loaded / were busy / were idle; handed over: the requests they had"]
+    )
 
 
 def plot(run: Run) -> str:

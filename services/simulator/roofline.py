@@ -39,7 +39,9 @@ class Work:
         return cls(batch.num_tokens, batch.num_context_tokens, sum(pairs), len(batch.rows))
 
     def divided(self, count: float) -> "Work":
-        return Work(self.num_tokens / count, self.num_context_tokens / count, self.num_pairs / count, self.num_sequences / count)
+        return Work(
+            self.num_tokens / count, self.num_context_tokens / count, self.num_pairs / count, self.num_sequences / count
+        )
 
 
 def pairs_of(num_tokens: int, num_context_tokens: int) -> int:
@@ -90,17 +92,23 @@ class Rank:
         the tokens."""
         tokens, rows = work.num_tokens, work.num_sequences
         chosen: float = 1 - self.unchosen**tokens
-        products = max(self.attention_weights_s, self.attention_token_s * tokens) + max(self.mlp_weights_s * chosen, self.mlp_token_s * tokens)
+        products = max(self.attention_weights_s, self.attention_token_s * tokens) + max(
+            self.mlp_weights_s * chosen, self.mlp_token_s * tokens
+        )
         head = max(self.head_weights_s, self.head_row_s * rows)
         attention = max(self.context_token_s * work.num_context_tokens, self.pair_s * work.num_pairs)
-        card_s = products + head + attention + self.latencies_s + self.gather_token_s * tokens + self.gather_row_s * rows
+        card_s = (
+            products + head + attention + self.latencies_s + self.gather_token_s * tokens + self.gather_row_s * rows
+        )
         return self.host_s + (card_s if self.is_recordable and tokens <= rows else max(card_s, self.launches_s))
 
 
 class Roofline:
     """Seconds of a model's steps. The rank that takes longest sets the pace of its stage."""
 
-    def __init__(self, model: DecoderShape, hardware: Hardware, precision: Precision = BF16, group: CardGroup = ONE_CARD) -> None:
+    def __init__(
+        self, model: DecoderShape, hardware: Hardware, precision: Precision = BF16, group: CardGroup = ONE_CARD
+    ) -> None:
         self.group = group
         self.stages = [make_ranks(model, hardware, precision, group, number) for number in range(group.pipeline)]
         self.hidden_bytes = HIDDEN_BYTES * model.hidden_size
@@ -117,24 +125,33 @@ class Roofline:
     def passing_seconds(self, work: Work) -> float:
         """Hidden states go from stage to stage, and those that become logits back to the first."""
         num_states = (len(self.stages) - 1) * work.num_tokens + work.num_sequences
-        return len(self.stages) * self.group.stage_link.latency_s(2) + num_states * self.hidden_bytes * self.group.stage_link.byte_s
+        return (
+            len(self.stages) * self.group.stage_link.latency_s(2)
+            + num_states * self.hidden_bytes * self.group.stage_link.byte_s
+        )
 
 
 def longest(ranks: Sequence[Rank], work: Work) -> float:
     return max([rank.seconds(work) for rank in ranks])
 
 
-def make_ranks(model: DecoderShape, hardware: Hardware, precision: Precision, group: CardGroup, number: int) -> list[Rank]:
+def make_ranks(
+    model: DecoderShape, hardware: Hardware, precision: Precision, group: CardGroup, number: int
+) -> list[Rank]:
     """The ranks of the stage of that number; of those that take as long as each other, one."""
     parts = [part_of(model, Share(rank, group.tensor), Share(number, group.pipeline)) for rank in range(group.tensor)]
     return list(dict.fromkeys(make_rank(model, hardware, precision, group, number, part) for part in parts))
 
 
-def make_rank(model: DecoderShape, hardware: Hardware, precision: Precision, group: CardGroup, number: int, part: Part) -> Rank:
+def make_rank(
+    model: DecoderShape, hardware: Hardware, precision: Precision, group: CardGroup, number: int, part: Part
+) -> Rank:
     bandwidth, rate = hardware.bandwidth_share * hardware.bandwidth, hardware.flops_share * hardware.flops
     multiply_s = 2 / (hardware.flops_share * (hardware.int8_ops if precision.has_int8_products else hardware.flops))
     layers, active = part.num_layers, model.num_active / model.num_experts
-    num_gathers, token_s, row_s = gathers(model, part, group, is_first=number == 0) if group.tensor > 1 else (0, 0.0, 0.0)
+    num_gathers, token_s, row_s = (
+        gathers(model, part, group, is_first=number == 0) if group.tensor > 1 else (0, 0.0, 0.0)
+    )
     return Rank(
         host_s=hardware.host_s if number == 0 else 0.0,
         launches_s=(layers * LAYER_LAUNCHES + num_gathers * GATHER_LAUNCHES) * hardware.launch_s,
@@ -190,14 +207,19 @@ def kv_tokens(model: DecoderShape, hardware: Hardware, precision: Precision = BF
     """Tokens whose KV fits on each card, in addition to the weights. Raises StartupError if there is no room, or a
     stage without a layer."""
     if group.pipeline > model.num_layers:
-        raise StartupError(f"--pipeline-parallel-size {group.pipeline}: the model has {model.num_layers} layers, and each stage needs one")
+        raise StartupError(
+            f"--pipeline-parallel-size {group.pipeline}: the model has {model.num_layers} layers, and each stage "
+            "needs one"
+        )
     fitting: list[int] = []
     for number in range(group.num_cards):
         part = part_of(model, Share(number % group.tensor, group.tensor), Share(number // group.tensor, group.pipeline))
         weights, per_token = weight_bytes(part, precision), kv_bytes_per_token(model, part, precision)
         left = hardware.memory * USABLE_SHARE - weights - ACTIVATIONS
         if left < per_token:
-            raise StartupError(f"--model: its weights take {weights / 1e9:.0f} GB of a card, which has {hardware.memory / 1e9:.0f}")
+            raise StartupError(
+                f"--model: its weights take {weights / 1e9:.0f} GB of a card, which has {hardware.memory / 1e9:.0f}"
+            )
         if per_token:
             fitting.append(int(left // per_token))
     return min(fitting)

@@ -135,7 +135,10 @@ def check_lengths(requests: list[TraceRequest], max_total_tokens: int) -> None:
     """Raises ValueError for a request that is longer than it may ask for."""
     for request in requests:
         if request.num_prompt_tokens + request.num_output_tokens > max_total_tokens:
-            raise ValueError(f"a request of {request.num_prompt_tokens} + {request.num_output_tokens} tokens is longer than {max_total_tokens}")
+            raise ValueError(
+                f"a request of {request.num_prompt_tokens} + {request.num_output_tokens} tokens is longer than "
+                f"{max_total_tokens}"
+            )
 
 
 def make_sequence(number: int, request: TraceRequest, max_total_tokens: int | None) -> Sequence:
@@ -144,7 +147,10 @@ def make_sequence(number: int, request: TraceRequest, max_total_tokens: int | No
     shared = [at % VOCABULARY for at in range(request.num_shared_tokens)]
     tokens = [*shared, number % VOCABULARY, number // VOCABULARY % VOCABULARY, *[0] * num_prompt][:num_prompt]
     max_tokens = num_output if max_total_tokens is None else max_total_tokens - num_prompt
-    return Sequence(Request(number, str(number), SamplingParams(max_tokens=max_tokens), arrived_at=request.arrived_at), Tokens(tokens, num_prompt))
+    return Sequence(
+        Request(number, str(number), SamplingParams(max_tokens=max_tokens), arrived_at=request.arrived_at),
+        Tokens(tokens, num_prompt),
+    )
 
 
 def percentiles(values: Iterable[float]) -> list[float]:

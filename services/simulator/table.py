@@ -23,7 +23,19 @@ TABLE_HARDWARE = ("a100-80g", "h100-80g", "h200-141g", "l40s-48g", "rtx4090-24g"
 TABLE_PRECISIONS = (("none", "auto"), ("w8a8", "int8"), ("w4", "int8"))
 NUM_CARDS = (1, 2, 4, 8)
 CALM, NUM_CALM = 0.7, 256  # of the requests/s at full load, at which latencies are taken, and of the first requests
-HEADS = ("card", "cards", "TP x PP", "weights", "KV", "KV cache, tokens", "tokens/s", "requests/s", "TTFT, ms", "TPOT, ms", "$ a million tokens")
+HEADS = (
+    "card",
+    "cards",
+    "TP x PP",
+    "weights",
+    "KV",
+    "KV cache, tokens",
+    "tokens/s",
+    "requests/s",
+    "TTFT, ms",
+    "TPOT, ms",
+    "$ a million tokens",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,12 +71,17 @@ class TableRow:
     def cells(self) -> list[str]:
         case = self.case
         cells = [case.hardware, str(case.group.num_cards), f"{case.group.tensor} x {case.group.pipeline}"]
-        cells += [{"none": "bf16"}.get(case.quantization, case.quantization), {"auto": "bf16"}.get(case.kv_cache_dtype, case.kv_cache_dtype)]
+        cells += [
+            {"none": "bf16"}.get(case.quantization, case.quantization),
+            {"auto": "bf16"}.get(case.kv_cache_dtype, case.kv_cache_dtype),
+        ]
         cells += [f"{self.kv_tokens:,}", f"{self.output_tokens_s:,.0f}", f"{self.qps:.1f}"]
         return [*cells, f"{self.ttft_s * 1000:,.0f}", f"{self.tpot_s * 1000:.1f}", f"{self.million_tokens_price:.2f}"]
 
 
-def replay_alone(requests: list[TraceRequest], cost: Cost, num_tokens: int, limits: ReplicaLimits) -> tuple[float, Outcomes]:
+def replay_alone(
+    requests: list[TraceRequest], cost: Cost, num_tokens: int, limits: ReplicaLimits
+) -> tuple[float, Outcomes]:
     """Seconds until the last token on one replica whose KV cache has room for num_tokens."""
 
     def make_replica(outcomes: Outcomes) -> SimulatedReplica:
@@ -74,7 +91,9 @@ def replay_alone(requests: list[TraceRequest], cost: Cost, num_tokens: int, limi
     return run.seconds, run.outcomes
 
 
-def simulate_line(model: DecoderShape, case: Case, requests: list[TraceRequest], limits: ReplicaLimits) -> TableRow | None:
+def simulate_line(
+    model: DecoderShape, case: Case, requests: list[TraceRequest], limits: ReplicaLimits
+) -> TableRow | None:
     """None: the model does not fit, or a request that asks for as much as it may does not."""
     hardware = HARDWARE[case.hardware]
     try:
@@ -89,16 +108,29 @@ def simulate_line(model: DecoderShape, case: Case, requests: list[TraceRequest],
     _, outcomes = replay_alone(calm, cost, num_tokens, limits)
     ttft, tpot = latencies(outcomes)
     num_output_tokens = sum(each.num_output_tokens for each in requests)
-    return TableRow(case, num_tokens, num_output_tokens / seconds, len(requests) / seconds, percentiles(ttft)[0], percentiles(tpot)[0])
+    return TableRow(
+        case,
+        num_tokens,
+        num_output_tokens / seconds,
+        len(requests) / seconds,
+        percentiles(ttft)[0],
+        percentiles(tpot)[0],
+    )
 
 
-def best_group(model: DecoderShape, case: Case, num_cards: int, requests: list[TraceRequest], limits: ReplicaLimits) -> CardGroup:
+def best_group(
+    model: DecoderShape, case: Case, num_cards: int, requests: list[TraceRequest], limits: ReplicaLimits
+) -> CardGroup:
     """How to divide the model over so many cards: the most tokens/s in a usual step at full load."""
     count = len(requests)
     num_output = sum(each.num_output_tokens for each in requests) / count
     num_prompt = sum(each.num_prompt_tokens for each in requests) / count
     context = num_prompt + num_output / 2
-    groups = [replace(case.group, tensor=num_cards // stages, pipeline=stages) for stages in NUM_CARDS if num_cards % stages == 0]
+    groups = [
+        replace(case.group, tensor=num_cards // stages, pipeline=stages)
+        for stages in NUM_CARDS
+        if num_cards % stages == 0
+    ]
 
     def tokens_s(group: CardGroup) -> float:
         try:
@@ -112,7 +144,9 @@ def best_group(model: DecoderShape, case: Case, num_cards: int, requests: list[T
     return max(groups, key=tokens_s)
 
 
-def lines_of(name: str, model: DecoderShape, cases: list[Case], requests: list[TraceRequest], limits: ReplicaLimits) -> Iterator[str]:
+def lines_of(
+    name: str, model: DecoderShape, cases: list[Case], requests: list[TraceRequest], limits: ReplicaLimits
+) -> Iterator[str]:
     """A table in Markdown, line by line, as they are found. What is being simulated is told on
     standard error: a bar on a terminal, else a line for each case."""
     yield f"### {name}"
@@ -168,7 +202,12 @@ def simulate_published(case: Published) -> float:
     """Output tokens/s by the simulator. The whole batch fits, for it was measured; and that engine, in
     C++, is taken to launch its kernels faster than the card computes."""
     hardware = replace(HARDWARE["a100-40g"], launch_s=0.0)
-    cost = Roofline(MODELS[case.model], hardware, Precision(kv_bytes=PUBLISHED_KV_BYTES), CardGroup(case.tensor, link=LINKS[hardware.link]))
+    cost = Roofline(
+        MODELS[case.model],
+        hardware,
+        Precision(kv_bytes=PUBLISHED_KV_BYTES),
+        CardGroup(case.tensor, link=LINKS[hardware.link]),
+    )
     length = case.num_prompt_tokens + case.num_output_tokens
     requests = [TraceRequest(case.num_prompt_tokens, case.num_output_tokens)] * case.batch
     limits = ReplicaLimits(case.batch, case.batch * case.num_prompt_tokens, 16, "reserve", length)
@@ -187,5 +226,8 @@ def published_lines() -> Iterator[str]:
         sizes = f"{case.batch:,} | {case.tensor} | {case.num_prompt_tokens:,} | {case.num_output_tokens:,}"
         yield f"| {case.model} | {sizes} | {case.tokens_s:,.1f} | {found:,.1f} | {found / case.tokens_s:.2f} |"
     yield ""
-    yield f"Ratio: {math.exp(sum(logs) / len(logs)):.2f} in the geometric mean, {math.exp(min(logs)):.2f} to {math.exp(max(logs)):.2f}."
+    yield (
+        f"Ratio: {math.exp(sum(logs) / len(logs)):.2f} in the geometric mean, {math.exp(min(logs)):.2f} to "
+        f"{math.exp(max(logs)):.2f}."
+    )
     yield f"Published by PPL.LLM's authors: <{PUBLISHED_SOURCE}>"

@@ -44,16 +44,26 @@ def load_trace(source: str, count: int | None, *, seed: int = 0) -> list[TraceRe
     except OSError as error:
         raise StartupError(f"--trace {source}: {error.strerror}") from None
     except (ValueError, KeyError, TypeError, IndexError) as error:
-        raise StartupError(f"--trace {source}: not ShareGPT's JSON, Azure's CSV, or lines of prompt_tokens and output_tokens: {reason(error)}") from None
+        raise StartupError(
+            f"--trace {source}: not ShareGPT's JSON, Azure's CSV, or lines of prompt_tokens and output_tokens: "
+            f"{reason(error)}"
+        ) from None
     if not found:
         raise StartupError(f"--trace {source}: it holds no request")
     for request in found:
         if request.num_prompt_tokens < 1 or request.num_output_tokens < 1 or not 0 <= request.arrived_at < math.inf:
-            raise StartupError(f"--trace {source}: a request needs at least one prompt and one output token, and a time from 0 up: {request}")
+            raise StartupError(
+                f"--trace {source}: a request needs at least one prompt and one output token, and a time from 0 up: "
+                f"{request}"
+            )
     period = max(request.arrived_at for request in found)
     count = count or len(found)
     rounds = -(-count // len(found))
-    return [replace(request, arrived_at=request.arrived_at + period * number) for number in range(rounds) for request in found][:count]
+    return [
+        replace(request, arrived_at=request.arrived_at + period * number)
+        for number in range(rounds)
+        for request in found
+    ][:count]
 
 
 def synthetic(count: int, seed: int) -> list[TraceRequest]:
@@ -68,7 +78,9 @@ def read_share_gpt(path: Path) -> Iterator[TraceRequest]:
     """The first question and answer of each conversation, in tokens of CHARS_PER_TOKEN
     characters."""
     for conversation in json.loads(path.read_text(encoding="utf-8")):
-        prompt, answer = (max(1, round(len(turn["value"]) / CHARS_PER_TOKEN)) for turn in conversation["conversations"][:2])
+        prompt, answer = (
+            max(1, round(len(turn["value"]) / CHARS_PER_TOKEN)) for turn in conversation["conversations"][:2]
+        )
         yield TraceRequest(prompt, answer)
 
 
@@ -76,7 +88,9 @@ def read_lines(path: Path) -> Iterator[TraceRequest]:
     with path.open(encoding="utf-8") as lines:
         for line in lines:
             fields: dict[str, Any] = json.loads(line)
-            yield TraceRequest(int(fields["prompt_tokens"]), int(fields["output_tokens"]), float(fields.get("arrived_at", 0.0)))
+            yield TraceRequest(
+                int(fields["prompt_tokens"]), int(fields["output_tokens"]), float(fields.get("arrived_at", 0.0))
+            )
 
 
 def read_azure(path: Path) -> Iterator[TraceRequest]:
@@ -90,7 +104,10 @@ def read_azure(path: Path) -> Iterator[TraceRequest]:
             yield TraceRequest(int(row["ContextTokens"]), int(row["GeneratedTokens"]), (at - first).total_seconds())
 
 
-READERS: dict[str, Callable[[Path], Iterator[TraceRequest]]] = {".json": read_share_gpt, ".csv": read_azure}  # by suffix
+READERS: dict[str, Callable[[Path], Iterator[TraceRequest]]] = {
+    ".json": read_share_gpt,
+    ".csv": read_azure,
+}  # by suffix
 
 
 def with_speed(requests: list[TraceRequest], speed: float) -> list[TraceRequest]:

@@ -24,7 +24,9 @@ def load_tokenizer(files: ModelFiles) -> Any:
         return AutoTokenizer.from_pretrained(files.folder, trust_remote_code=False)
     except Exception as error:  # transformers raises many kinds for files it can't use
         if "trust_remote_code" in str(error):
-            raise StartupError(f"{files.file('tokenizer_config.json')}: auto_map names code in the checkpoint, and that is never run") from None
+            raise StartupError(
+                f"{files.file('tokenizer_config.json')}: auto_map names code in the checkpoint, and that is never run"
+            ) from None
         problem = " ".join(str(error).replace(str(files.folder), str(files.weights)).split()) or type(error).__name__
         raise StartupError(f"{files.weights}: the tokenizer can't be loaded: {problem}") from None
 
@@ -33,7 +35,12 @@ def main() -> None:
     settings = load_settings(TokenizerSettings)
     start_logging(settings)
     files = open_model(settings.model, settings.served_model_name)
-    encoder = Encoder(load_tokenizer(files), files, tool_call_parser=settings.tool_call_parser, reasoning_parser=settings.reasoning_parser)
+    encoder = Encoder(
+        load_tokenizer(files),
+        files,
+        tool_call_parser=settings.tool_call_parser,
+        reasoning_parser=settings.reasoning_parser,
+    )
     encoder.chat_template.start()
     stage = Stage("tokenizer", settings, model=files.name, aliases=files.aliases)
     stage.parsers = encoder.parsers

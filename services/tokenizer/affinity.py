@@ -52,17 +52,26 @@ class Affinity:
         """stream: of the prompts."""
         self.stage = stage
         self.stream = stream
-        GroupReader(stage.transport, stream, stage.replica_id)  # reads nothing: the transport makes the group again if Redis has lost it
+        GroupReader(
+            stage.transport, stream, stage.replica_id
+        )  # reads nothing: the transport makes the group again if Redis has lost it
         self.model = model
 
     def choose(self, prompts: Sequence[TokenizedRequest]) -> list[ChosenReplica | None]:
         """The replica of each prompt. None: any replica may take it. One round trip, if there are several
         replicas."""
-        replicas = [each for each in self.stage.registry.of("compute", self.model) if each.block_size and each.load.max_num_seqs]
+        replicas = [
+            each for each in self.stage.registry.of("compute", self.model) if each.block_size and each.load.max_num_seqs
+        ]
         if len(replicas) < 2 or not prompts:
             return [None] * len(prompts)
         named: dict[tuple[str, int, str, bytes], list[bytes]] = {}
-        queries = [query for number, prompt in enumerate(prompts) if can_share(prompt) for query in queries_of(number, prompt, replicas, named)]
+        queries = [
+            query
+            for number, prompt in enumerate(prompts)
+            if can_share(prompt)
+            for query in queries_of(number, prompt, replicas, named)
+        ]
         if not queries:
             return [None] * len(prompts)
 
@@ -106,7 +115,12 @@ def can_share(prompt: TokenizedRequest) -> bool:
     return prompt.params.prompt_logprobs is None and (prompt.embedding is None or prompt.embedding.pooling == "last")
 
 
-def queries_of(number: int, prompt: TokenizedRequest, replicas: list[Replica], named: dict[tuple[str, int, str, bytes], list[bytes]]) -> list[BlockQuery]:
+def queries_of(
+    number: int,
+    prompt: TokenizedRequest,
+    replicas: list[Replica],
+    named: dict[tuple[str, int, str, bytes], list[bytes]],
+) -> list[BlockQuery]:
     """Queries about a prompt, but for its last token, which is computed in any case. named: hashes of
     blocks; replicas with equal fingerprints and choices of one prompt share them."""
     queries = []
@@ -124,14 +138,23 @@ def queries_of(number: int, prompt: TokenizedRequest, replicas: list[Replica], n
     return queries
 
 
-def hashes_of(prompt: TokenizedRequest, replica: Replica, layout: Layout | None, named: dict[tuple[str, int, str, bytes], list[bytes]]) -> list[bytes]:
+def hashes_of(
+    prompt: TokenizedRequest,
+    replica: Replica,
+    layout: Layout | None,
+    named: dict[tuple[str, int, str, bytes], list[bytes]],
+) -> list[bytes]:
     """The hashes of the prompt's whole blocks, as the replica names them."""
     placed = place_images(prompt.prompt_token_ids, prompt.images, prompt.image_token_id)
     token_ids, salt, size = placed.token_ids[:-1], prompt.scheduling.cache_salt, replica.block_size
     key = (replica.kv_fingerprint, size, salt, token_ids.tobytes() + repr(prompt.segments).encode())
     if key not in named:
         root = prefix_root(replica.kv_fingerprint, salt=salt)
-        named[key] = prefix_hashes(root, token_ids.tolist(), size) if layout is None else segment_hashes(root, token_ids.tolist(), layout)
+        named[key] = (
+            prefix_hashes(root, token_ids.tolist(), size)
+            if layout is None
+            else segment_hashes(root, token_ids.tolist(), layout)
+        )
     return named[key]
 
 

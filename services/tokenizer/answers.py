@@ -17,15 +17,25 @@ class TokenizerAnswer:
 
 
 def tokenized(
-    token_ids: list[int], max_model_len: int, eos_token_ids: tuple[int, ...], opening: str, *,
-    token_strs: list[str] | None, pieces: list[bytes] | None,
-) -> TokenizerAnswer:  # fmt: skip
+    token_ids: list[int],
+    max_model_len: int,
+    eos_token_ids: tuple[int, ...],
+    opening: str,
+    *,
+    token_strs: list[str] | None,
+    pieces: list[bytes] | None,
+) -> TokenizerAnswer:
     """opening: the beginning of the answer that the prompt has; token_strs, pieces: each token as the
     vocabulary has it, and its bytes."""
     answer = {
-        "count": len(token_ids), "max_model_len": max_model_len, "tokens": token_ids, "token_strs": token_strs, "eos_token_ids": list(eos_token_ids),
-        "opening": opening, "pieces": [piece_of(each) for each in pieces] if pieces is not None else None,
-    }  # fmt: skip
+        "count": len(token_ids),
+        "max_model_len": max_model_len,
+        "tokens": token_ids,
+        "token_strs": token_strs,
+        "eos_token_ids": list(eos_token_ids),
+        "opening": opening,
+        "pieces": [piece_of(each) for each in pieces] if pieces is not None else None,
+    }
     return TokenizerAnswer(json.dumps(answer))
 
 
@@ -52,8 +62,12 @@ def describe(tokenizer: Any, model: str, max_model_len: int, eos_token_ids: tupl
     templates = getattr(tokenizer, "chat_template", None)
     named = templates if isinstance(templates, dict) else {"default": templates}
     own = {
-        "model": model, "tokenizer_class": type(tokenizer).__name__, "vocab_size": len(tokenizer), "max_model_len": max_model_len,
-        "eos_token_ids": list(eos_token_ids), "chat_template": named.get("default"),
+        "model": model,
+        "tokenizer_class": type(tokenizer).__name__,
+        "vocab_size": len(tokenizer),
+        "max_model_len": max_model_len,
+        "eos_token_ids": list(eos_token_ids),
+        "chat_template": named.get("default"),
         **({"chat_template_tool_use": named["tool_use"]} if "tool_use" in named else {}),
-    }  # fmt: skip
+    }
     return TokenizerAnswer(json.dumps(described | own, default=str))

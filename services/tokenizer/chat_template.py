@@ -69,11 +69,18 @@ class ChatTemplate:
             self._problem = compiled.get("error", f"it takes more than {COMPILE_LIMIT_S:g} s to compile")
             log.error("the model's chat template can't be used, only completions can", problem=self._problem)
 
-    def render(self, conversations: list[tuple[ChatMessage, ...]], options: list[ChatOptions] | None = None) -> list[str | Invalid | Slow]:
+    def render(
+        self, conversations: list[tuple[ChatMessage, ...]], options: list[ChatOptions] | None = None
+    ) -> list[str | Invalid | Slow]:
         """Render each conversation as the model was trained to read it, up to where the assistant
         speaks; or the template's error. An error fails its conversation alone."""
         if self._template is None:
-            return [Invalid("this model has no chat template: use /v1/completions", param="messages", code="no_chat_template") for _ in conversations]
+            return [
+                Invalid(
+                    "this model has no chat template: use /v1/completions", param="messages", code="no_chat_template"
+                )
+                for _ in conversations
+            ]
         if not conversations:
             return []
         self.start()
@@ -94,20 +101,26 @@ class ChatTemplate:
     def _render(self, messages: tuple[ChatMessage, ...], options: ChatOptions) -> str | Invalid | Slow:
         name = "the request's chat_template" if options.chat_template else "the model's chat template"
         try:
-            tools, documents, kwargs = (read_json(text or "null") for text in (options.tools, options.documents, options.template_kwargs))
+            tools, documents, kwargs = (
+                read_json(text or "null") for text in (options.tools, options.documents, options.template_kwargs)
+            )
         except ValueError as error:  # a gateway checks them, but this is whatever was in Redis
             return _refused(name, f"its tools, documents or variables are not JSON: {error}")
-        return self._render_within({
-            "limit_s": QUICK_LIMIT_S if self._is_quick else RENDER_LIMIT_S,
-            "template": options.chat_template or (self._with_tools if tools else self._template),
-            "special_tokens": self._special_tokens,
-            "messages": [to_template(message) for message in messages],
-            "tools": tools,
-            "documents": documents,
-            "kwargs": kwargs or {},
-            "add_generation_prompt": options.add_generation_prompt,
-            "continue_final_message": options.continue_final_message,
-        }, name, "chat_template" if options.chat_template else "messages")  # fmt: skip
+        return self._render_within(
+            {
+                "limit_s": QUICK_LIMIT_S if self._is_quick else RENDER_LIMIT_S,
+                "template": options.chat_template or (self._with_tools if tools else self._template),
+                "special_tokens": self._special_tokens,
+                "messages": [to_template(message) for message in messages],
+                "tools": tools,
+                "documents": documents,
+                "kwargs": kwargs or {},
+                "add_generation_prompt": options.add_generation_prompt,
+                "continue_final_message": options.continue_final_message,
+            },
+            name,
+            "chat_template" if options.chat_template else "messages",
+        )
 
     def _render_within(self, conversation: dict[str, Any], name: str, param: str) -> str | Invalid | Slow:
         """Render within the limits of time. name: the template's, for errors; param: the field at fault if
@@ -129,7 +142,11 @@ class ChatTemplate:
             if "has_run_out" in rendered:
                 log.warning("chat template took too long and was stopped", limit_s=RENDER_LIMIT_S)
                 return _refused(name, f"it takes more than {RENDER_LIMIT_S:g} s", param)
-            return str(rendered["text"]) if "text" in rendered else _refused(name, rendered["error"], rendered.get("param", "messages"))
+            return (
+                str(rendered["text"])
+                if "text" in rendered
+                else _refused(name, rendered["error"], rendered.get("param", "messages"))
+            )
         return _refused(name, "it ends the process that renders it")
 
     def _ask(self, question: dict[str, Any]) -> dict[str, Any]:
@@ -158,7 +175,12 @@ def to_template(message: ChatMessage) -> dict[str, Any]:
             entry["thinking"] = message.reasoning
     if message.tool_calls:
         entry["tool_calls"] = [
-            {"id": call.call_id, "type": "function", "function": {"name": call.name, "arguments": to_object(call.arguments)}} for call in message.tool_calls
+            {
+                "id": call.call_id,
+                "type": "function",
+                "function": {"name": call.name, "arguments": to_object(call.arguments)},
+            }
+            for call in message.tool_calls
         ]
     return entry
 

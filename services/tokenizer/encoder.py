@@ -48,7 +48,9 @@ def field_of(request: GenerateRequest) -> str:
 class Encoder:
     """A transformers fast tokenizer and what its model allows."""
 
-    def __init__(self, tokenizer: Any, files: ModelFiles, *, tool_call_parser: str = "auto", reasoning_parser: str = "auto") -> None:
+    def __init__(
+        self, tokenizer: Any, files: ModelFiles, *, tool_call_parser: str = "auto", reasoning_parser: str = "auto"
+    ) -> None:
         self.tokenizer = tokenizer
         self.chat_template = ChatTemplate(tokenizer, is_quick=True)
         self.parsers = self.chat_template.parsers(tool_call_parser, reasoning_parser)
@@ -59,15 +61,21 @@ class Encoder:
         self.eos_token_ids = files.eos_token_ids
         self.can_shorten = files.can_shorten
         self.vision, self.max_model_len = files.vision, files.max_model_len
-        self.image_token_id = tokenizer.convert_tokens_to_ids(files.vision.placeholder) if files.vision is not None else 0
+        self.image_token_id = (
+            tokenizer.convert_tokens_to_ids(files.vision.placeholder) if files.vision is not None else 0
+        )
 
-    def encode(self, requests: list[GenerateRequest], max_model_len: int) -> list[TokenizedRequest | TokenizerAnswer | Invalid]:
+    def encode(
+        self, requests: list[GenerateRequest], max_model_len: int
+    ) -> list[TokenizedRequest | TokenizerAnswer | Invalid]:
         """Encode requests: for each its tokens, or what else it asked for, or why there is
         neither."""
         prepared = self.prepare(requests, self.chat_template)
         for each in prepared:
             if each.is_slow:
-                each.error = Invalid("the model's chat template takes too long", param="messages", code="chat_template_error")
+                each.error = Invalid(
+                    "the model's chat template takes too long", param="messages", code="chat_template_error"
+                )
         return self.finish(prepared, max_model_len)
 
     def prepare(self, requests: list[GenerateRequest], chat_template: ChatTemplate) -> list[PendingPrompt]:
@@ -80,25 +88,34 @@ class Encoder:
                 each.request = with_place(each.request)
                 check_images(each.request.messages, self.vision, has_modules=bool(each.request.modules))
                 if each.request.messages is not None:
-                    chats.append((each, self._marked(each.request, TemplateInput(each.request.messages, each.request.chat))))
+                    chats.append(
+                        (each, self._marked(each.request, TemplateInput(each.request.messages, each.request.chat)))
+                    )
                 elif (marked := self._marked(each.request, each.text)) is not None and marked != each.text:
                     each.text = MarkedText(marked)
         rendered = chat_template.render([chat.messages for _, chat in chats], [chat.options for _, chat in chats])
         for (each, chat), text in zip(chats, rendered, strict=True):
             with alone(each):
                 is_marked = chat.messages is not each.request.messages
-                each.take(self._with_own_marks(chat, text, chat_template) if is_marked and isinstance(text, str) else text)
+                each.take(
+                    self._with_own_marks(chat, text, chat_template) if is_marked and isinstance(text, str) else text
+                )
                 expand_images(each, self.vision, self.max_model_len)
         return prepared
 
-    def finish(self, prepared: list[PendingPrompt], max_model_len: int) -> list[TokenizedRequest | TokenizerAnswer | Invalid]:
+    def finish(
+        self, prepared: list[PendingPrompt], max_model_len: int
+    ) -> list[TokenizedRequest | TokenizerAnswer | Invalid]:
         """Encode requests that `prepare` has returned. Returns what `encode` does."""
         heads = [head_of(each) for each in prepared]  # before the modules
         for each in (*prepared, *heads):
             if each is not None and each.error is None and each.text is not None:
                 with alone(each):
                     self._bound(each, each.text, max_model_len)
-        self._encode_texts([each for each in (*prepared, *heads) if each is not None and each.error is None and each.text is not None], max_model_len)
+        self._encode_texts(
+            [each for each in (*prepared, *heads) if each is not None and each.error is None and each.text is not None],
+            max_model_len,
+        )
         for each, head in zip(prepared, heads, strict=True):
             if each.error is None and each.request.modules:
                 with alone(each):
@@ -180,7 +197,9 @@ class Encoder:
         """Encode all at once; if that fails, each alone, so that a text that can't be encoded fails
         by itself."""
         try:
-            token_ids = self._encode_batch([str(each.text) for each in prepared], param, add_special_tokens=add_special_tokens)
+            token_ids = self._encode_batch(
+                [str(each.text) for each in prepared], param, add_special_tokens=add_special_tokens
+            )
             for each, ids in zip(prepared, token_ids, strict=True):
                 each.token_ids = ids
         except Invalid as error:
@@ -195,20 +214,32 @@ class Encoder:
         if the request wants that."""
         request = prepared.request
         max_tokens = request.encoding.truncate_prompt_tokens
-        cut = {"truncation": "longest_first", "max_length": max_tokens if max_tokens > 0 else max_model_len} if max_tokens is not None else {}
+        cut = (
+            {"truncation": "longest_first", "max_length": max_tokens if max_tokens > 0 else max_model_len}
+            if max_tokens is not None
+            else {}
+        )
         try:
-            encoded = self.tokenizer(prepared.text, request.pair, add_special_tokens=adds_special_tokens, verbose=False, **cut)["input_ids"]
+            encoded = self.tokenizer(
+                prepared.text, request.pair, add_special_tokens=adds_special_tokens, verbose=False, **cut
+            )["input_ids"]
             prepared.token_ids = np.asarray(encoded, np.int32)
         except Exception as error:  # a tokenizer raises what it likes
             prepared.error = Invalid(f"the texts can't be encoded: {error}", param="input")
         finally:
             self.tokenizer.backend_tokenizer.no_truncation()  # else it cuts what others encode next
 
-    def _encode_marked(self, prepared: PendingPrompt, text: MarkedText, param: str, *, add_special_tokens: bool) -> None:
+    def _encode_marked(
+        self, prepared: PendingPrompt, text: MarkedText, param: str, *, add_special_tokens: bool
+    ) -> None:
         try:
-            prepared.token_ids = np.asarray(self.special_tokens.encode(text, add_special_tokens=add_special_tokens), np.int32)
+            prepared.token_ids = np.asarray(
+                self.special_tokens.encode(text, add_special_tokens=add_special_tokens), np.int32
+            )
         except Exception as error:  # a tokenizer raises what it likes
-            prepared.error = Invalid(str(error) if isinstance(error, Invalid) else f"the text can't be encoded: {error}", param=param)
+            prepared.error = Invalid(
+                str(error) if isinstance(error, Invalid) else f"the text can't be encoded: {error}", param=param
+            )
 
     def _encode_batch(self, texts: list[str], param: str, *, add_special_tokens: bool) -> list[Array]:
         """The token ids of texts, in one call. Raises Invalid if one of them can't be encoded."""
@@ -274,9 +305,15 @@ class Encoder:
             echo_text=echo_text,
             created_at=request.created_at,
             scheduling=request.scheduling,
-            echo_offsets=offsets_of(self.tokenizer, request, text, token_ids) if wants_offsets else np.zeros(0, np.int32),
-            constraint=request.constraint if opening is None or request.constraint is None else structs.replace(request.constraint, thought_begin=""),
-            dry_breakers=self.breakers.pack(params.dry.sequence_breakers) if params.dry is not None else np.zeros(0, np.int32),
+            echo_offsets=offsets_of(self.tokenizer, request, text, token_ids)
+            if wants_offsets
+            else np.zeros(0, np.int32),
+            constraint=request.constraint
+            if opening is None or request.constraint is None
+            else structs.replace(request.constraint, thought_begin=""),
+            dry_breakers=self.breakers.pack(params.dry.sequence_breakers)
+            if params.dry is not None
+            else np.zeros(0, np.int32),
             embedding=request.embedding,
             traceparent=request.traceparent,
             prediction_token_ids=self._prediction(request, max_model_len),
@@ -289,7 +326,9 @@ class Encoder:
         """The expected answer's tokens, as far as an answer can be long. Raises Invalid."""
         if not request.prediction:
             return np.zeros(0, np.int32)
-        [token_ids] = self._encode_batch([request.prediction[: LONG_TEXT * max_model_len]], "prediction", add_special_tokens=False)
+        [token_ids] = self._encode_batch(
+            [request.prediction[: LONG_TEXT * max_model_len]], "prediction", add_special_tokens=False
+        )
         return token_ids[:max_model_len]
 
     def _spell_bad_words(self, words: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
@@ -306,11 +345,17 @@ class Encoder:
     def _opening(self, request: GenerateRequest, text: str | None) -> str | None:
         """The part of the answer that the template has said, as far as its reader must know it. An
         answer that has to match from its first token on starts over."""
-        if request.messages is None or text is None or (request.constraint is not None and not request.constraint.thought_end):
+        if (
+            request.messages is None
+            or text is None
+            or (request.constraint is not None and not request.constraint.thought_end)
+        ):
             return None
         return opened_thought(text, self.parsers.get("reasoning", ""), request.chat) or None
 
-    def _answer(self, request: GenerateRequest, text: str | None, token_ids: Array, max_model_len: int, opening: str | None) -> TokenizerAnswer:
+    def _answer(
+        self, request: GenerateRequest, text: str | None, token_ids: Array, max_model_len: int, opening: str | None
+    ) -> TokenizerAnswer:
         """Answer a request that asks for no generation. Raises Invalid."""
         if request.task == "render":
             return rendered_prompt((text or "").replace(MARK, ""))
@@ -335,7 +380,11 @@ class Encoder:
             max_tokens = max(1, max_model_len - (wanted if wanted < max_model_len else 1))
         if not request.encoding.keeps_beginning or max_tokens >= len(token_ids):
             return token_ids[-max_tokens:]
-        ending = self.ending if token_ids[len(token_ids) - len(self.ending) :].tolist() == self.ending.tolist() else self.ending[:0]
+        ending = (
+            self.ending
+            if token_ids[len(token_ids) - len(self.ending) :].tolist() == self.ending.tolist()
+            else self.ending[:0]
+        )
         return np.concatenate((token_ids[: max(0, max_tokens - len(ending))], ending[:max_tokens]))
 
     @cached_property
@@ -359,7 +408,9 @@ class Encoder:
             empty, word = (each[::step] for each in self._encode_batch(["", "a"], "input", add_special_tokens=True))
         except Invalid:
             return np.zeros(0, np.int32)
-        num_shared = next((count for count, pair in enumerate(zip(empty, word, strict=False)) if pair[0] != pair[1]), len(empty))
+        num_shared = next(
+            (count for count, pair in enumerate(zip(empty, word, strict=False)) if pair[0] != pair[1]), len(empty)
+        )
         return empty[:num_shared]
 
     def _decode(self, token_ids: Array, *, skips_special: bool = False) -> str:
@@ -368,7 +419,9 @@ class Encoder:
         except Exception as error:
             raise Invalid(f"the tokens can't be made text: {error}", param="prompt") from None
 
-    def _check(self, request: GenerateRequest, token_ids: Array, segments: tuple[Segment, ...], max_model_len: int) -> int:
+    def _check(
+        self, request: GenerateRequest, token_ids: Array, segments: tuple[Segment, ...], max_model_len: int
+    ) -> int:
         """The request's max_tokens, cut to what the prompt leaves of the model's length: an answer
         that gets there ends with `length`.
 
@@ -379,26 +432,47 @@ class Encoder:
         if n == 0:
             raise Invalid("the prompt is empty: it has no tokens", param=field)
         self._check_ids(request, token_ids)
-        for name, ids in (("logit_bias", params.logit_bias), ("stop_token_ids", params.stop_token_ids), ("allowed_token_ids", params.allowed_token_ids)):
+        for name, ids in (
+            ("logit_bias", params.logit_bias),
+            ("stop_token_ids", params.stop_token_ids),
+            ("allowed_token_ids", params.allowed_token_ids),
+        ):
             if any(token >= self.vocab_size for token in ids):
                 raise Invalid(f"{name} names a token outside the vocabulary, [0, {self.vocab_size})", param=name)
         if params.prompt_logprobs is not None and (n - 1) * (1 + params.prompt_logprobs) > MAX_PROMPT_LOGPROBS:
-            reason = f"the prompt has {n} tokens, and a request takes at most {MAX_PROMPT_LOGPROBS} logprobs of its prompt: ask for fewer of each token"
+            reason = (
+                f"the prompt has {n} tokens, and a request takes at most {MAX_PROMPT_LOGPROBS} logprobs of its "
+                "prompt: ask for fewer of each token"
+            )
             raise Invalid(reason, param="prompt_logprobs")
         dimensions = request.embedding.dimensions if request.embedding is not None else None
         if dimensions is not None and not self.can_shorten(dimensions):
-            raise Invalid(f"this model's embeddings can't be cut to {dimensions} dimensions: it was not trained for that", param="dimensions")
+            raise Invalid(
+                f"this model's embeddings can't be cut to {dimensions} dimensions: it was not trained for that",
+                param="dimensions",
+            )
         length = length_of(segments) if segments else n
         num_left = max_model_len - length
         if (min_room := 0 if params.max_tokens == 0 else 1) > num_left:
-            raise context_exceeded(PARAM if segments and segments[-1].num_tokens + min_room <= max_model_len else field, max_model_len, length, min_room)
-        if params.min_tokens > (max_tokens := num_left if params.max_tokens is None else min(params.max_tokens, num_left)):
+            raise context_exceeded(
+                PARAM if segments and segments[-1].num_tokens + min_room <= max_model_len else field,
+                max_model_len,
+                length,
+                min_room,
+            )
+        if params.min_tokens > (
+            max_tokens := num_left if params.max_tokens is None else min(params.max_tokens, num_left)
+        ):
             raise Invalid(f"min_tokens is {params.min_tokens}, but at most {max_tokens} fit", param="min_tokens")
         return max_tokens
 
     def _check_ids(self, request: GenerateRequest, token_ids: Array) -> None:
         """Raises Invalid for token ids of the client's that no token has."""
-        if request.prompt_token_ids is not None and len(token_ids) and not (int(token_ids.min()) >= 0 and int(token_ids.max()) < self.vocab_size):
+        if (
+            request.prompt_token_ids is not None
+            and len(token_ids)
+            and not (int(token_ids.min()) >= 0 and int(token_ids.max()) < self.vocab_size)
+        ):
             name = "tokens" if request.task == "detokenize" else "input" if request.embedding is not None else "prompt"
             raise Invalid(f"{name} holds token ids outside the vocabulary, [0, {self.vocab_size})", param=name)
 
@@ -416,7 +490,10 @@ class BreakerTable:
         token_lists = dict.fromkeys(tokens for breaker in breakers for tokens in self._find(breaker))
         packed = pack_breakers(token_lists)
         if len(packed) > MAX_PACKED:
-            raise Invalid(f"dry_sequence_breakers are in {len(token_lists)} tokens of this vocabulary, which are too many", param="dry_sequence_breakers")
+            raise Invalid(
+                f"dry_sequence_breakers are in {len(token_lists)} tokens of this vocabulary, which are too many",
+                param="dry_sequence_breakers",
+            )
         return packed
 
     @cached_property
@@ -431,7 +508,11 @@ class BreakerTable:
             if breaker in word:
                 token_lists.append((token_id,))
             else:
-                token_lists += [(token_id, *tails[length - 1]) for length in range(1, len(breaker)) if word.endswith(breaker[:length])]
+                token_lists += [
+                    (token_id, *tails[length - 1])
+                    for length in range(1, len(breaker))
+                    if word.endswith(breaker[:length])
+                ]
         return tuple(token_lists)
 
     def _tail(self, rest: str) -> tuple[int, ...]:
@@ -444,7 +525,9 @@ def offsets_of(tokenizer: Any, request: GenerateRequest, text: str | None, token
     if text is None:
         return decoded_offsets(tokenizer, token_ids.tolist())
     offsets, end, adds = [], 0, request.encoding.add_special_tokens is not False
-    for begin, own_end in tokenizer(text, add_special_tokens=adds, return_offsets_mapping=True, verbose=False)["offset_mapping"]:
+    for begin, own_end in tokenizer(text, add_special_tokens=adds, return_offsets_mapping=True, verbose=False)[
+        "offset_mapping"
+    ]:
         # less than the end: a part of a character; more: of some, spaces are cut off
         offsets.append(end if begin == own_end else min(begin, end))
         end = max(end, own_end)

@@ -40,15 +40,23 @@ def split(text: str) -> tuple[str, str]:
     """A rendered conversation before and behind PLACE, of the text's own class. Raises Invalid."""
     before, *behind = text.split(PLACE)
     if len(behind) != 1:
-        raise Invalid("the chat template does not put the first message of the user into the prompt once: it takes no prompt modules", param=PARAM)
+        raise Invalid(
+            "the chat template does not put the first message of the user into the prompt once: it takes no prompt "
+            "modules",
+            param=PARAM,
+        )
     return type(text)(before), type(text)(behind[0])
 
 
-def join(request: GenerateRequest, before: Array, behind: Array, encode: Callable[[str], Array]) -> tuple[Array, tuple[Segment, ...]]:
+def join(
+    request: GenerateRequest, before: Array, behind: Array, encode: Callable[[str], Array]
+) -> tuple[Array, tuple[Segment, ...]]:
     """The tokens and the segments of a prompt with modules. before, behind: the tokens around these,
     [n] int32; encode: an argument to its tokens. Raises Invalid."""
     if not len(behind):
-        raise Invalid("nothing follows the prompt modules", param="messages" if request.messages is not None else "prompt")
+        raise Invalid(
+            "nothing follows the prompt modules", param="messages" if request.messages is not None else "prompt"
+        )
     tokens: list[Array] = []
     segments: list[Segment] = []
 
@@ -67,7 +75,10 @@ def join(request: GenerateRequest, before: Array, behind: Array, encode: Callabl
             elif part.argument and len(argument := encoded(part, encode)):
                 add(argument, len(before) + part.position, own)
     if len(segments) >= MAX_SEGMENTS:
-        raise Invalid(f"the prompt modules have {len(segments)} parts, and at most {MAX_SEGMENTS - 1} go into one prompt", param=PARAM)
+        raise Invalid(
+            f"the prompt modules have {len(segments)} parts, and at most {MAX_SEGMENTS - 1} go into one prompt",
+            param=PARAM,
+        )
     add(behind, len(before) + max(module.end for module in request.modules), tuple(range(len(segments))))
     return np.concatenate(tokens), tuple(segments)
 
@@ -75,8 +86,15 @@ def join(request: GenerateRequest, before: Array, behind: Array, encode: Callabl
 def encoded(part: ModulePart, encode: Callable[[str], Array]) -> Array:
     """An argument's tokens. Raises Invalid for too many."""
     if len(part.argument) > LONG_TEXT * part.max_tokens:
-        raise Invalid(f"the argument {part.parameter} is far longer than the {part.max_tokens} tokens that its module has room for", param=PARAM)
+        raise Invalid(
+            f"the argument {part.parameter} is far longer than the {part.max_tokens} tokens that its module has room "
+            "for",
+            param=PARAM,
+        )
     token_ids = encode(part.argument)
     if len(token_ids) > part.max_tokens:
-        raise Invalid(f"the argument {part.parameter} has {len(token_ids)} tokens, and its module has room for {part.max_tokens}", param=PARAM)
+        raise Invalid(
+            f"the argument {part.parameter} has {len(token_ids)} tokens, and its module has room for {part.max_tokens}",
+            param=PARAM,
+        )
     return token_ids

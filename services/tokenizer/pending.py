@@ -37,7 +37,11 @@ class PendingPrompt:
     @classmethod
     def of(cls, request: GenerateRequest) -> "PendingPrompt":
         """Begin with the text or the token ids that the request brought."""
-        return cls(request, request.prompt) if request.prompt_token_ids is None else cls(request, request.prompt, request.prompt_token_ids)
+        return (
+            cls(request, request.prompt)
+            if request.prompt_token_ids is None
+            else cls(request, request.prompt, request.prompt_token_ids)
+        )
 
     def take(self, rendered: str | Invalid | Slow) -> None:
         """The outcome of a chat template."""
@@ -64,7 +68,12 @@ def alone(prepared: PendingPrompt) -> Iterator[None]:
 def head_of(prepared: PendingPrompt) -> PendingPrompt | None:
     """The part of a conversation that stands before its modules, if it has some; `prepared` keeps what
     is behind them."""
-    if not prepared.request.modules or prepared.request.messages is None or prepared.text is None or prepared.error is not None:
+    if (
+        not prepared.request.modules
+        or prepared.request.messages is None
+        or prepared.text is None
+        or prepared.error is not None
+    ):
         return None
     try:
         before, prepared.text = split(prepared.text)
@@ -96,18 +105,25 @@ def expand_images(prepared: PendingPrompt, vision: VisionFamily | None, max_toke
         _expand(prepared, prepared.text, images, vision, max_tokens)
 
 
-def _expand(prepared: PendingPrompt, text: str, images: Sequence[Image], vision: VisionFamily, max_tokens: int | None) -> None:
+def _expand(
+    prepared: PendingPrompt, text: str, images: Sequence[Image], vision: VisionFamily, max_tokens: int | None
+) -> None:
     before, *behind = text.split(vision.marker)
     if len(behind) != len(images):
-        raise Invalid(f"the chat has {len(images)} images, and its rendered text {len(behind)} places for them", param=PARAM, code="chat_template_error")
+        raise Invalid(
+            f"the chat has {len(images)} images, and its rendered text {len(behind)} places for them",
+            param=PARAM,
+            code="chat_template_error",
+        )
     shapes = [vision.shape(image.width, image.height, is_low=image.is_low) for image in images]
     num_tokens = sum(shape.num_tokens for shape in shapes)
     if max_tokens is not None and num_tokens > max_tokens:  # before a text is made of so many
         raise context_far_exceeded(PARAM, max_tokens, num_tokens)
     prepared.text = type(text)(before + "".join(shape.text + part for shape, part in zip(shapes, behind, strict=True)))
     prepared.images = tuple(
-        PromptImage(image, shape.num_tokens, shape.num_rows, shape.num_columns) for image, shape in zip(images, shapes, strict=True)
-    )  # fmt: skip
+        PromptImage(image, shape.num_tokens, shape.num_rows, shape.num_columns)
+        for image, shape in zip(images, shapes, strict=True)
+    )
 
 
 def check_places(token_ids: Array, images: Sequence[PromptImage], image_token_id: int) -> None:

@@ -37,7 +37,14 @@ UNBOUNDED = 1 << 31  # tokens, until a compute replica says how many it takes
 
 
 class TokenizerService:
-    def __init__(self, stage: Stage, settings: TokenizerSettings, encoder: Encoder, max_model_len: int | None, clock: Clock = SYSTEM_CLOCK) -> None:
+    def __init__(
+        self,
+        stage: Stage,
+        settings: TokenizerSettings,
+        encoder: Encoder,
+        max_model_len: int | None,
+        clock: Clock = SYSTEM_CLOCK,
+    ) -> None:
         self.stage = stage
         self.settings = settings
         self.clock = clock
@@ -45,7 +52,9 @@ class TokenizerService:
         self.max_model_len = max_model_len
         self.prompts = prompts(encoder.model)
         self.reader = GroupReader(stage.transport, requests(encoder.model), stage.replica_id)
-        self.templates = SlowTemplates(encoder.tokenizer, lambda request, template: encoder.prepare([request], template)[0], clock.monotonic)
+        self.templates = SlowTemplates(
+            encoder.tokenizer, lambda request, template: encoder.prepare([request], template)[0], clock.monotonic
+        )
         self.affinity = Affinity(stage, self.prompts, encoder.model) if settings.prefix_affinity else None
         self.num_requests = 0
         self._claimed_at = self._forgot_at = 0.0
@@ -56,7 +65,11 @@ class TokenizerService:
         self.reader.ensure_group()
         self.stage.join()
         while not self.stage.stopping.is_set():
-            self.handle(*self.reader.read(count=self.settings.max_batch, block_ms=BLOCK_MS if self.templates.is_empty else RENDERING_BLOCK_MS))
+            self.handle(
+                *self.reader.read(
+                    count=self.settings.max_batch, block_ms=BLOCK_MS if self.templates.is_empty else RENDERING_BLOCK_MS
+                )
+            )
             self.finish_slow()
             self.claim()
             self.stage.mark_alive()
@@ -89,22 +102,38 @@ class TokenizerService:
         slow = [delivery for delivery in fresh if brings_template(delivery.message)]
         ordinary = [delivery for delivery in fresh if not brings_template(delivery.message)]
         started_at = self.clock.wall()
-        prepared = list(zip(ordinary, self.encoder.prepare([each.message for each in ordinary], self.encoder.chat_template), strict=True))
+        prepared = list(
+            zip(
+                ordinary,
+                self.encoder.prepare([each.message for each in ordinary], self.encoder.chat_template),
+                strict=True,
+            )
+        )
         slow += [delivery for delivery, each in prepared if each.is_slow]
-        refused = [(delivery, PendingPrompt(delivery.message, error=error)) for delivery in slow if (error := self.templates.hold(delivery)) is not None]
+        refused = [
+            (delivery, PendingPrompt(delivery.message, error=error))
+            for delivery in slow
+            if (error := self.templates.hold(delivery)) is not None
+        ]
         self.hand_on([(delivery, each) for delivery, each in prepared if not each.is_slow] + refused, dead, started_at)
 
     def finish_slow(self) -> None:
         self.hand_on(self.templates.done(), [], self.clock.wall())
 
-    def hand_on(self, prepared: list[tuple[Delivery, PendingPrompt]], dead: list[DeadLetter], started_at: float) -> None:
+    def hand_on(
+        self, prepared: list[tuple[Delivery, PendingPrompt]], dead: list[DeadLetter], started_at: float
+    ) -> None:
         """Encode and hand on, in one transaction with the acknowledgement: a request is in exactly
         one stream."""
         if not prepared and not dead:
             return
         requests = [delivery.message for delivery, _ in prepared]
         tombstones = self.stage.transport.persist(
-            lambda: self.stage.transport.client.mget([tombstone_key(request.request_id) for request in requests]) if requests else []
+            lambda: (
+                self.stage.transport.client.mget([tombstone_key(request.request_id) for request in requests])
+                if requests
+                else []
+            )
         )
         waited_for = [each for (_, each), tombstone in zip(prepared, tombstones, strict=True) if tombstone is None]
         live = [each.request for each in waited_for]
@@ -116,12 +145,19 @@ class TokenizerService:
         def write(pipe: Pipeline) -> None:
             model = self.encoder.model
             # those first that are given to a certain replica: they wait behind no others of this batch
-            for request, result in sorted(zip(live, results, strict=True), key=lambda each: each[0].request_id not in choices):
+            for request, result in sorted(
+                zip(live, results, strict=True), key=lambda each: each[0].request_id not in choices
+            ):
                 if isinstance(result, Invalid):
                     error = RequestError(str(result), result.status, result.param, result.code)
                     end_request(pipe, model, request.request_id, request.gateway_id, error=error)
                 elif isinstance(result, TokenizerAnswer):
-                    write_end(pipe, model, TokenEvent(request.request_id, 0, None, result.text, finish_reason="stop"), request.gateway_id)
+                    write_end(
+                        pipe,
+                        model,
+                        TokenEvent(request.request_id, 0, None, result.text, finish_reason="stop"),
+                        request.gateway_id,
+                    )
                 else:
                     self.write_prompt(pipe, replace(result, tokenized_at=tokenized_at), choices.get(request.request_id))
             for request in cancelled:
@@ -129,7 +165,9 @@ class TokenizerService:
             for letter in dead:
                 error = RequestError(f"this request could not be handled: {letter.reason}")
                 end_request(pipe, model, letter.request_id, letter.gateway_id, error=error)
-            self.reader.finish(pipe, [delivery.entry_id for delivery, _ in prepared] + [letter.entry_id for letter in dead])
+            self.reader.finish(
+                pipe, [delivery.entry_id for delivery, _ in prepared] + [letter.entry_id for letter in dead]
+            )
 
         self.stage.transport.run(write, atomic=True)
         self.num_requests += len(requests)
@@ -143,7 +181,9 @@ class TokenizerService:
         """The compute replicas of prompts that are better off with a certain one, by request."""
         prompts = [each for each in results if isinstance(each, TokenizedRequest)]
         choices = self.affinity.choose(prompts) if self.affinity is not None else []
-        return {prompt.request_id: choice for prompt, choice in zip(prompts, choices, strict=False) if choice is not None}
+        return {
+            prompt.request_id: choice for prompt, choice in zip(prompts, choices, strict=False) if choice is not None
+        }
 
     def write_prompt(self, pipe: Pipeline, prompt: TokenizedRequest, choice: ChosenReplica | None) -> None:
         if choice is None:
@@ -152,12 +192,20 @@ class TokenizerService:
             offer(pipe, self.prompts, prompt, choice.compute_id, round(choice.wait_s * 1000))
 
     def trace(
-        self, request: GenerateRequest, result: TokenizedRequest | TokenizerAnswer | Invalid, started_at: float, ended_at: float, batch_size: int
+        self,
+        request: GenerateRequest,
+        result: TokenizedRequest | TokenizerAnswer | Invalid,
+        started_at: float,
+        ended_at: float,
+        batch_size: int,
     ) -> None:
         """`tokenize`: the whole batch's time, for a request waits for all of its batch."""
         if self.stage.tracer is None or not request.traceparent:
             return
-        attributes: dict[str, str | int] = {"penstock.request_id": request.request_id, "penstock.batch_size": batch_size}
+        attributes: dict[str, str | int] = {
+            "penstock.request_id": request.request_id,
+            "penstock.batch_size": batch_size,
+        }
         if isinstance(result, TokenizedRequest):
             attributes["penstock.num_prompt_tokens"] = len(result.prompt_token_ids)
         elif isinstance(result, Invalid):

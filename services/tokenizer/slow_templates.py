@@ -57,7 +57,9 @@ class SlowTemplates:
         """Queue a conversation for rendering. Returns the error if it is refused."""
         tenant = tenant_of(delivery.message)
         if len(self._waiting.get(tenant, ())) >= MAX_OF_TENANT:
-            return _refused(f"{MAX_OF_TENANT} conversations whose chat template takes long wait already: send fewer at once", 429)
+            return _refused(
+                f"{MAX_OF_TENANT} conversations whose chat template takes long wait already: send fewer at once", 429
+            )
         if sum(map(len, self._waiting.values())) >= MAX_WAITING:
             return _refused("too many conversations wait whose chat template takes long", 503)
         if not self._free and not self._running:
@@ -95,7 +97,9 @@ class SlowTemplates:
             if questions:
                 self._waiting[tenant] = questions
             template = self._free.pop()
-            self._running.append(Running(delivery, tenant, template, self._threads.submit(self._render, delivery.message, template)))
+            self._running.append(
+                Running(delivery, tenant, template, self._threads.submit(self._render, delivery.message, template))
+            )
         self._list_entries()
 
     def _next(self) -> str | None:

@@ -66,10 +66,15 @@ class SpecialTokens:
         """Token ids of a marked text. Raises Invalid where the tokenizer can't tell a spelling from
         the token."""
         assert self._known is not None
-        aliased = self._known.sub(lambda match: ALIAS + match[0] if match[0] in self._special else match[0], text).replace(MARK, "")
+        aliased = self._known.sub(
+            lambda match: ALIAS + match[0] if match[0] in self._special else match[0], text
+        ).replace(MARK, "")
         twin, original_ids, reserved = self._twin
         encoding = twin.encode(aliased, add_special_tokens=False)
-        if any(token_id in reserved and aliased[begin:end] in self._special for token_id, (begin, end) in zip(encoding.ids, encoding.offsets, strict=True)):
+        if any(
+            token_id in reserved and aliased[begin:end] in self._special
+            for token_id, (begin, end) in zip(encoding.ids, encoding.offsets, strict=True)
+        ):
             raise Invalid("the text spells a special token, which this model's tokenizer can't encode as text")
         token_ids = [original_ids.get(token_id, token_id) for token_id in encoding.ids]
         if not add_special_tokens:
@@ -83,12 +88,16 @@ class SpecialTokens:
         """The tokenizer with aliases; the id of each added token by its id there; and the ids that
         it must not make of spellings."""
         described = json.loads(self._tokenizer.to_str())
-        names = [ALIAS + each["content"] if each["content"] in self._special else each["content"] for each in self._added]
+        names = [
+            ALIAS + each["content"] if each["content"] in self._special else each["content"] for each in self._added
+        ]
         for each, name in zip(described["added_tokens"], names, strict=True):
             each["content"] = name
         twin = Tokenizer.from_str(json.dumps(described))
         own = [twin.token_to_id(name) for name in names]
-        original_ids = {id_there: each["id"] for id_there, each in zip(own, self._added, strict=True) if id_there is not None}
+        original_ids = {
+            id_there: each["id"] for id_there, each in zip(own, self._added, strict=True) if id_there is not None
+        }
         reserved = {each["id"] for each in self._added if each["content"] in self._special} - set(original_ids)
         return twin, original_ids, reserved
 
@@ -117,7 +126,11 @@ def texts_of(value: object) -> list[str]:
         return [text for each in value for text in texts_of(each)]
     if isinstance(value, Struct):
         named = [(name, getattr(value, name)) for name in value.__struct_fields__ if name not in TEMPLATES]
-        return [text for name, each in named for text in texts_of(_opened(name, each) if isinstance(each, str) and "\\" in each else each)]
+        return [
+            text
+            for name, each in named
+            for text in texts_of(_opened(name, each) if isinstance(each, str) and "\\" in each else each)
+        ]
     return []
 
 

@@ -91,9 +91,12 @@ def render(conversation: dict[str, Any]) -> dict[str, str]:
     if conversation["documents"] and not knows(template, "documents"):
         return {"error": "it knows of no documents", "param": "documents"}
     options = {
-        "documents": conversation["documents"], "add_generation_prompt": conversation["add_generation_prompt"],
-        "continue_final_message": conversation["continue_final_message"], **conversation["special_tokens"], **conversation["kwargs"],
-    }  # fmt: skip
+        "documents": conversation["documents"],
+        "add_generation_prompt": conversation["add_generation_prompt"],
+        "continue_final_message": conversation["continue_final_message"],
+        **conversation["special_tokens"],
+        **conversation["kwargs"],
+    }
     rendered = _with_its_arguments(template, messages, tools, options)
     if "error" in rendered and len(turns := in_turns(messages)) < len(messages):
         alternating = _with_its_arguments(template, turns, tools, options)
@@ -101,7 +104,9 @@ def render(conversation: dict[str, Any]) -> dict[str, str]:
     return rendered
 
 
-def _with_its_arguments(template: str, messages: list[dict[str, Any]], tools: list[Any] | None, options: dict[str, Any]) -> dict[str, str]:
+def _with_its_arguments(
+    template: str, messages: list[dict[str, Any]], tools: list[Any] | None, options: dict[str, Any]
+) -> dict[str, str]:
     """The conversation with the arguments of calls as the template wants them: as objects, or as text."""
     rendered = _render(template, messages, tools, options)
     if _wants_arguments_as_text(rendered, messages):
@@ -114,7 +119,9 @@ def _in_terms_of(template: str, messages: list[dict[str, Any]], tools: Any) -> t
     """The messages and the tools without what the template does not know, which plain messages say
     instead."""
     if not knows(template, "developer"):
-        messages = [{**message, "role": "system"} if message["role"] == "developer" else message for message in messages]
+        messages = [
+            {**message, "role": "system"} if message["role"] == "developer" else message for message in messages
+        ]
     if not knows(template, "tool_calls") and not knows(template, "tool"):
         messages = spell_calls(messages)
     if tools and not knows(template, "tools"):
@@ -132,19 +139,30 @@ def _wants_arguments_as_text(rendered: dict[str, str], messages: list[dict[str, 
     """Whether the template failed on a call's arguments, or printed them as Python does."""
     calls = [call["function"] for message in messages for call in message.get("tool_calls", ())]
     parsed = [call["arguments"] for call in calls if isinstance(call["arguments"], dict)]
-    return bool(parsed) and ("error" in rendered or any(str(arguments) in rendered["text"] for arguments in parsed if arguments))
+    return bool(parsed) and (
+        "error" in rendered or any(str(arguments) in rendered["text"] for arguments in parsed if arguments)
+    )
 
 
 def _with_spelt_arguments(message: dict[str, Any]) -> dict[str, Any]:
     if "tool_calls" not in message:
         return message
     calls = [
-        {**call, "function": {**call["function"], "arguments": json.dumps(call["function"]["arguments"], ensure_ascii=False)}} for call in message["tool_calls"]
+        {
+            **call,
+            "function": {
+                **call["function"],
+                "arguments": json.dumps(call["function"]["arguments"], ensure_ascii=False),
+            },
+        }
+        for call in message["tool_calls"]
     ]
     return {**message, "tool_calls": calls}
 
 
-def _render(template: str, messages: list[dict[str, Any]], tools: list[Any] | None, options: dict[str, Any]) -> dict[str, str]:
+def _render(
+    template: str, messages: list[dict[str, Any]], tools: list[Any] | None, options: dict[str, Any]
+) -> dict[str, str]:
     from transformers.utils.chat_template_utils import render_jinja_template
 
     try:

@@ -24,7 +24,11 @@ def explain_tools(messages: list[dict[str, Any]], tools: list[Any]) -> list[dict
     if not messages or messages[0]["role"] not in ("system", "user"):
         return [{"role": "system", "content": text}, *messages]
     first = messages[0]
-    content = around("", first["content"], f"\n\n{text}") if first["role"] == "system" else around(f"{text}\n\n", first["content"], "")
+    content = (
+        around("", first["content"], f"\n\n{text}")
+        if first["role"] == "system"
+        else around(f"{text}\n\n", first["content"], "")
+    )
     return [{**first, "content": content}, *messages[1:]]
 
 
@@ -32,28 +36,41 @@ def around(before: str, content: Any, behind: str) -> Any:
     """A message's content, a text or a list of parts, between two texts."""
     if isinstance(content, str):
         return before + content + behind
-    return [*([{"type": "text", "text": before}] if before else []), *content, *([{"type": "text", "text": behind}] if behind else [])]
+    return [
+        *([{"type": "text", "text": before}] if before else []),
+        *content,
+        *([{"type": "text", "text": behind}] if behind else []),
+    ]
 
 
 def spell_calls(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The conversation with calls as text of the assistant's, and what tools answered as text of the user's: several answers,
+    """The conversation with calls as text of the assistant's, and what tools answered as text of
+    the user's: several answers,
     and what the user says to them, are one turn, for many templates want turns to alternate."""
     spelt: list[dict[str, Any]] = []
     for message in messages:
         if message.get("tool_calls"):
-            calls = [f"<tool_call>\n{json.dumps(call['function'], ensure_ascii=False)}\n</tool_call>" for call in message["tool_calls"]]
+            calls = [
+                f"<tool_call>\n{json.dumps(call['function'], ensure_ascii=False)}\n</tool_call>"
+                for call in message["tool_calls"]
+            ]
             content = around("", message["content"], "\n" * bool(message["content"]) + "\n".join(calls))
-            spelt.append({name: value for name, value in message.items() if name != "tool_calls"} | {"content": content})
+            spelt.append(
+                {name: value for name, value in message.items() if name != "tool_calls"} | {"content": content}
+            )
         elif message["role"] == "tool":
             spelt.append(message | {"content": around("<tool_response>\n", message["content"], "\n</tool_response>")})
         else:
             spelt.append(message)
     turns = grouped(spelt, lambda turn, message: turn[0]["role"] == "tool" and message["role"] in ("tool", "user"))
-    return [{"role": "user", "content": as_one(turn)["content"]} if turn[0]["role"] == "tool" else turn[0] for turn in turns]
+    return [
+        {"role": "user", "content": as_one(turn)["content"]} if turn[0]["role"] == "tool" else turn[0] for turn in turns
+    ]
 
 
 def in_turns(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The conversation for a template that wants turns to alternate: messages of one role that follow each other are one, and
+    """The conversation for a template that wants turns to alternate: messages of one role that
+    follow each other are one, and
     what the user says to a tool's answer is a part of it."""
     return [as_one(turn) for turn in grouped(messages, _goes_on)]
 
@@ -63,7 +80,9 @@ def _goes_on(turn: list[dict[str, Any]], message: dict[str, Any]) -> bool:
     return role == before in ("user", "assistant") or (role == "user" and before == "tool")
 
 
-def grouped(messages: list[dict[str, Any]], goes_on: Callable[[list[dict[str, Any]], dict[str, Any]], bool]) -> list[list[dict[str, Any]]]:
+def grouped(
+    messages: list[dict[str, Any]], goes_on: Callable[[list[dict[str, Any]], dict[str, Any]], bool]
+) -> list[list[dict[str, Any]]]:
     """The messages in turns. goes_on: whether a message belongs to the turn before it."""
     turns: list[list[dict[str, Any]]] = []
     for message in messages:
@@ -92,4 +111,8 @@ def joined(contents: list[Any]) -> Any:
     if all(isinstance(each, str) for each in contents):
         return "\n".join(contents)
     lists = [[{"type": "text", "text": each}] if isinstance(each, str) else each for each in contents]
-    return [part for number, each in enumerate(lists) for part in ([{"type": "text", "text": "\n"}, *each] if number else each)]
+    return [
+        part
+        for number, each in enumerate(lists)
+        for part in ([{"type": "text", "text": "\n"}, *each] if number else each)
+    ]

@@ -10,7 +10,9 @@ import re
 from shared.process.errors import Invalid
 
 CODE = "context_length_exceeded"
-SIZES = re.compile(r"maximum context length is (\d+) tokens\. However, you requested .*?(\d+)(?: tokens)? (?:\(in|in) the ")
+SIZES = re.compile(
+    r"maximum context length is (\d+) tokens\. However, you requested .*?(\d+)(?: tokens)? (?:\(in|in) the "
+)
 
 
 def context_exceeded(field: str, max_model_len: int, num_tokens: int, min_room: int) -> Invalid:
@@ -25,7 +27,10 @@ def context_far_exceeded(field: str, max_model_len: int, at_least: int) -> Inval
 
 
 def _error(field: str, max_model_len: int, wanted: str) -> Invalid:
-    message = f"This model's maximum context length is {max_model_len} tokens. However, you requested {wanted}. Please reduce the {field}."
+    message = (
+        f"This model's maximum context length is {max_model_len} tokens. However, you requested {wanted}. Please "
+        f"reduce the {field}."
+    )
     return Invalid(message, param=field, code=CODE)
 
 

@@ -51,9 +51,14 @@ class Draws:
         """Some of the rows, and as many columns as these need."""
         width = int(self.num_kept[rows].max())
         return Draws(
-            self.logits[rows, :width], self.token_ids[rows, :width], self.num_kept[rows], self.tail_mass[rows], self.temperatures[rows], self.seeds[rows],
+            self.logits[rows, :width],
+            self.token_ids[rows, :width],
+            self.num_kept[rows],
+            self.tail_mass[rows],
+            self.temperatures[rows],
+            self.seeds[rows],
             self.positions[rows],
-        )  # fmt: skip
+        )
 
 
 def pad(values: Array, counts: Array, fill: float) -> Array:
@@ -115,5 +120,7 @@ def pick(columns: Array, counts: Array, listed: Array, tail_token_ids: Array, ta
     """Each row's chosen value, out of `listed` [R, K] at its column, or its `tail` [R] where the
     column is beyond the list and there is a tail."""
     rows = np.arange(len(columns))
-    chosen: Array = np.where((columns >= counts) & (tail_token_ids >= 0), tail, listed[rows, np.minimum(columns, counts - 1)])
+    chosen: Array = np.where(
+        (columns >= counts) & (tail_token_ids >= 0), tail, listed[rows, np.minimum(columns, counts - 1)]
+    )
     return chosen

@@ -27,7 +27,22 @@ OTHER_FORMS = ["*/*", "consolidated*.safetensors"]
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 # how the architecture of a model with a classification head ends
 CLASSIFIER = "ForSequenceClassification"
-DTYPES = frozenset(("auto", "float64", "double", "float32", "float", "float16", "half", "bfloat16", "float8_e4m3fn", "float8_e5m2", "int8", "uint8"))
+DTYPES = frozenset(
+    (
+        "auto",
+        "float64",
+        "double",
+        "float32",
+        "float",
+        "float16",
+        "half",
+        "bfloat16",
+        "float8_e4m3fn",
+        "float8_e5m2",
+        "int8",
+        "uint8",
+    )
+)
 # whatever else a config.json has
 COUNTS = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
 # as config.json may call it
@@ -37,15 +52,31 @@ LENGTHS = ("max_position_embeddings", "n_positions", "max_sequence_length", "max
 # A config.json leaves out of its text_config what has the default of the model's class.
 TEXT_DEFAULTS: dict[str, dict[str, Any]] = {
     "llama": {
-        "vocab_size": 32_000, "hidden_size": 4096, "intermediate_size": 11_008, "num_hidden_layers": 32, "num_attention_heads": 32,
+        "vocab_size": 32_000,
+        "hidden_size": 4096,
+        "intermediate_size": 11_008,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
         "max_position_embeddings": 2048,
     },
     "mistral": {
-        "vocab_size": 32_000, "hidden_size": 4096, "intermediate_size": 14_336, "num_hidden_layers": 32, "num_attention_heads": 32,
-        "num_key_value_heads": 8, "max_position_embeddings": 131_072, "sliding_window": 4096,
+        "vocab_size": 32_000,
+        "hidden_size": 4096,
+        "intermediate_size": 14_336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 131_072,
+        "sliding_window": 4096,
     },
-    "gemma3_text": {"vocab_size": 262_208, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "max_position_embeddings": 131_072},
-}  # fmt: skip
+    "gemma3_text": {
+        "vocab_size": 262_208,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "max_position_embeddings": 131_072,
+    },
+}
 # of generation_config.json
 SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
@@ -103,8 +134,10 @@ class ModelFiles:
         there is none."""
         described = _read_json(self.folder / "1_Pooling" / "config.json") or {}
         names: dict[str, Literal["mean", "last", "cls"]] = {
-            "pooling_mode_mean_tokens": "mean", "pooling_mode_lasttoken": "last", "pooling_mode_cls_token": "cls",
-        }  # fmt: skip
+            "pooling_mode_mean_tokens": "mean",
+            "pooling_mode_lasttoken": "last",
+            "pooling_mode_cls_token": "cls",
+        }
         return next((pooling for name, pooling in names.items() if described.get(name) is True), "")
 
     @property
@@ -154,9 +187,16 @@ class ModelFiles:
     def sampling(self) -> dict[str, float]:
         """The makers' values for requests that do not say them, by the names of SamplingParams.
         Raises StartupError."""
-        given = {name: self.generation_config[name] for name in SAMPLING if self.generation_config.get(name) is not None}
-        if strange := next((name for name, value in given.items() if isinstance(value, bool) or not isinstance(value, int | float)), None):
-            raise StartupError(f"{self.file('generation_config.json')}: {strange} is {repr(given[strange])[:80]}, not a number")
+        given = {
+            name: self.generation_config[name] for name in SAMPLING if self.generation_config.get(name) is not None
+        }
+        if strange := next(
+            (name for name, value in given.items() if isinstance(value, bool) or not isinstance(value, int | float)),
+            None,
+        ):
+            raise StartupError(
+                f"{self.file('generation_config.json')}: {strange} is {repr(given[strange])[:80]}, not a number"
+            )
         if given.get("top_k", 0) < 0:
             given["top_k"] = 0  # -1 is some makers' way to say "off"
         longest = self.generation_config.get("max_new_tokens")
@@ -194,7 +234,9 @@ def open_model(model: str, served_name: str = "", *, weights: bool = False) -> M
     mmproj, vision_folder = _mmproj(file, config["hidden_size"]) if file is not None else (None, None)
     vision_folder = vision_folder or folder
     vision = read_vision(vision_folder)
-    files = ModelFiles(folder, location, names[0], text_config(config), generation, tuple(names[1:]), vision, vision_folder, mmproj)
+    files = ModelFiles(
+        folder, location, names[0], text_config(config), generation, tuple(names[1:]), vision, vision_folder, mmproj
+    )
     _check_config(files)
     return files
 
@@ -209,7 +251,9 @@ def _check_added_tokens(folder: Path) -> None:
         except OSError:
             continue  # its reader raises the error
         if count > MAX_ADDED_TOKENS:
-            raise StartupError(f"{folder / name} adds {count} tokens to the vocabulary; at most {MAX_ADDED_TOKENS} are taken")
+            raise StartupError(
+                f"{folder / name} adds {count} tokens to the vocabulary; at most {MAX_ADDED_TOKENS} are taken"
+            )
 
 
 def _check_weights(folder: Path) -> None:
@@ -217,7 +261,11 @@ def _check_weights(folder: Path) -> None:
     if any(folder.glob("*.safetensors")) or (folder / "model.safetensors.index.json").is_file():
         return
     pickles = sorted(file.name for pattern in PICKLES for file in folder.glob(pattern))
-    why = f"; {pickles[0]} is a pickle, which may run code when it is read: convert it to safetensors" if pickles else "; other formats are not read"
+    why = (
+        f"; {pickles[0]} is a pickle, which may run code when it is read: convert it to safetensors"
+        if pickles
+        else "; other formats are not read"
+    )
     raise StartupError(f"{folder} holds no *.safetensors{why}")
 
 
@@ -230,13 +278,23 @@ def _check_config(files: ModelFiles) -> None:
     if not isinstance(files.config.get("quantization_config"), dict | None):
         raise StartupError(f"{files.file('config.json')}: quantization_config is not an object")
     for name in ("dtype", "torch_dtype"):
-        if (dtype := files.config.get(name)) is not None and (not isinstance(dtype, str) or dtype.removeprefix("torch.") not in DTYPES):
-            raise StartupError(f"{files.file('config.json')}: {name} is {repr(dtype)[:80]}, which is no dtype that is known")
+        if (dtype := files.config.get(name)) is not None and (
+            not isinstance(dtype, str) or dtype.removeprefix("torch.") not in DTYPES
+        ):
+            raise StartupError(
+                f"{files.file('config.json')}: {name} is {repr(dtype)[:80]}, which is no dtype that is known"
+            )
     for file, source in (("generation_config.json", files.generation_config), ("config.json", files.config)):
         value = source.get("eos_token_id")
         for token_id in value if isinstance(value, list) else [] if value is None else [value]:
-            if isinstance(token_id, bool) or not isinstance(token_id, int) or not 0 <= token_id < files.config.get("vocab_size", 1 << 31):
-                raise StartupError(f"{files.file(file)}: eos_token_id is {repr(value)[:80]}, which names no token of the vocabulary")
+            if (
+                isinstance(token_id, bool)
+                or not isinstance(token_id, int)
+                or not 0 <= token_id < files.config.get("vocab_size", 1 << 31)
+            ):
+                raise StartupError(
+                    f"{files.file(file)}: eos_token_id is {repr(value)[:80]}, which names no token of the vocabulary"
+                )
 
 
 def text_config(config: dict[str, Any]) -> dict[str, Any]:
@@ -245,7 +303,9 @@ def text_config(config: dict[str, Any]) -> dict[str, Any]:
     text = config.get("text_config")
     if not isinstance(text, dict):
         return config
-    whole = {name: value for name, value in config.items() if name not in ("text_config", "vision_config", "model_type")}
+    whole = {
+        name: value for name, value in config.items() if name not in ("text_config", "vision_config", "model_type")
+    }
     return TEXT_DEFAULTS.get(str(text.get("model_type")), {}) | text | whole
 
 
@@ -292,7 +352,9 @@ def _only_gguf(folder: Path) -> Path | None:
     StartupError for several models."""
     if any(folder.glob("*.safetensors")):
         return None
-    files = sorted({file.with_name(part_names(file.name)[0]) for file in folder.glob("*.gguf") if MMPROJ not in file.name})
+    files = sorted(
+        {file.with_name(part_names(file.name)[0]) for file in folder.glob("*.gguf") if MMPROJ not in file.name}
+    )
     if len(files) > 1:
         raise StartupError(f"{folder} holds {len(files)} GGUF models: name one of them, as {files[0]}")
     return files[0] if files else None
@@ -302,13 +364,22 @@ def _download(model: str, weights: bool) -> Path:
     if model.endswith(".gguf"):
         raise StartupError(f"no file {model!r}")
     if model.startswith((".", "/", "~")) or model.count("/") != 1:
-        raise StartupError(f"no folder {model!r} and no file, penstock pull has brought no such model, and it is not a hub id (owner/name) either")
+        raise StartupError(
+            f"no folder {model!r} and no file, penstock pull has brought no such model, and it is not a hub id "
+            "(owner/name) either"
+        )
     from huggingface_hub import snapshot_download  # 0.4 s that a local model need not pay
 
     try:
-        return Path(snapshot_download(model, allow_patterns=TOKENIZER_FILES + (WEIGHT_FILES if weights else []), ignore_patterns=OTHER_FORMS))
+        return Path(
+            snapshot_download(
+                model, allow_patterns=TOKENIZER_FILES + (WEIGHT_FILES if weights else []), ignore_patterns=OTHER_FORMS
+            )
+        )
     except Exception as error:  # the hub's client raises its own, httpx's and OSError's kinds
-        raise StartupError(f"no folder {model!r}, and the hub has no such model or can't be reached: {download_error(error)}") from None
+        raise StartupError(
+            f"no folder {model!r}, and the hub has no such model or can't be reached: {download_error(error)}"
+        ) from None
 
 
 def download_error(error: Exception) -> str:
@@ -316,7 +387,9 @@ def download_error(error: Exception) -> str:
     cause: BaseException | None = error
     while cause is not None and not isinstance(cause, ConnectionError | TimeoutError | gaierror):
         cause = cause.__cause__ or cause.__context__
-    return words_of(error) if cause is None else f"{words_of(error)} (is there a network? HF_ENDPOINT names another hub)"
+    return (
+        words_of(error) if cause is None else f"{words_of(error)} (is there a network? HF_ENDPOINT names another hub)"
+    )
 
 
 def _read_json(path: Path) -> dict[str, Any] | None:

@@ -13,7 +13,9 @@ MAX_TIMES = 100_000
 NAME = re.compile(r"[A-Za-z0-9_-]+")
 SPACE = re.compile(r"(?:[ \t]|#[^\r\n]*)*")
 SPACE_AND_LINES = re.compile(r"(?:[ \t\r\n]|#[^\r\n]*)*")
-NEXT_OPTION = re.compile(rf"{SPACE_AND_LINES.pattern}\|{SPACE_AND_LINES.pattern}")  # llama.cpp takes no new line before it
+NEXT_OPTION = re.compile(
+    rf"{SPACE_AND_LINES.pattern}\|{SPACE_AND_LINES.pattern}"
+)  # llama.cpp takes no new line before it
 LINE_END = re.compile(r"\r\n|\r|\n")
 ESCAPE = re.compile(r'\\(?:x([0-9a-fA-F]{2})|u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|([trn\\"\[\]-]))')
 TIMES = re.compile(r"\{\s*([0-9]{1,9})\s*(?:(,)\s*([0-9]{1,9})?\s*)?\}")
@@ -106,7 +108,10 @@ class GbnfReader:
     def error(self, problem: str, at: int | None = None) -> Invalid:
         before = self.text[: self.at if at is None else at]
         line_ends = list(LINE_END.finditer(before))
-        return Invalid(f"line {len(line_ends) + 1}, column {len(before) - (line_ends[-1].end() if line_ends else 0) + 1}: {problem}")
+        return Invalid(
+            f"line {len(line_ends) + 1}, column {len(before) - (line_ends[-1].end() if line_ends else 0) + 1}: "
+            f"{problem}"
+        )
 
     def skip(self, space: re.Pattern[str]) -> None:
         match = space.match(self.text, self.at)
@@ -224,7 +229,9 @@ class GbnfReader:
         if self.text[self.at] != "\\":
             self.at += 1
             return ord(self.text[self.at - 1])
-        of_two, of_four, of_eight, short = self.matched(ESCAPE, r"an escape: \n, \r, \t, \\, \", \[, \], \-, \xHH, \uHHHH or \UHHHHHHHH").groups()
+        of_two, of_four, of_eight, short = self.matched(
+            ESCAPE, r"an escape: \n, \r, \t, \\, \", \[, \], \-, \xHH, \uHHHH or \UHHHHHHHH"
+        ).groups()
         if short is not None:
             return ord(LETTERS.get(short, short))
         code = int(of_two or of_four or of_eight, 16)

@@ -139,7 +139,11 @@ class Lexing:
             self._step()
             longer, have_text_in_common = self._compare(one, other)
             self._step(len(self._next[one]) if longer else 0)
-            if longer and any(meet(longer, self._automaton(each).letters[place]) for each in self._next[one] for place in self._first(each)):
+            if longer and any(
+                meet(longer, self._automaton(each).letters[place])
+                for each in self._next[one]
+                for place in self._first(each)
+            ):
                 nodes.add(other)
             if have_text_in_common:
                 self._step(len(self._next[one]) * len(self._next[other]))
@@ -223,7 +227,10 @@ class Lexing:
                 return all_ends
             case Alternation(nodes):
                 some = [self._ends_of(each, links, references) for each in nodes]
-                first, last = NOTHING.union(*(each.first for each in some)), NOTHING.union(*(each.last for each in some))
+                first, last = (
+                    NOTHING.union(*(each.first for each in some)),
+                    NOTHING.union(*(each.last for each in some)),
+                )
                 return Ends(any(each.is_nullable for each in some), first, last)
         return Ends(False, frozenset([node]), frozenset([node]))  # a token
 
@@ -272,7 +279,11 @@ class PositionAutomaton:
                 return self.repeated(self.span(inner), low, high) if high != 0 else Span(True)
             case Alternation(nodes):
                 some = [self.span(each) for each in nodes]
-                return Span(any(each.is_nullable for each in some), union(each.first for each in some), union(each.last for each in some))
+                return Span(
+                    any(each.is_nullable for each in some),
+                    union(each.first for each in some),
+                    union(each.last for each in some),
+                )
             case Concatenation(nodes):
                 made = Span(True)
                 for each in nodes:
@@ -353,7 +364,11 @@ class Writer:
     def token(self, token: SpecialToken) -> str:
         if token.token_id is None and self.special_tokens is None:
             return "<[^0]>" if token.is_other else token.text  # that it may stand here is all that is to be known
-        token_id = token.token_id if self.special_tokens is None or token.token_id is not None else self.special_tokens.get(token.text)
+        token_id = (
+            token.token_id
+            if self.special_tokens is None or token.token_id is not None
+            else self.special_tokens.get(token.text)
+        )
         if token_id is None:
             raise Invalid(f"the model has no special token {token.text}")
         return f"<[{'^' if token.is_other else ''}{token_id}]>"

@@ -30,7 +30,10 @@ MAX_SPECIAL_TOKENS = 256
 _SPECIAL_TOKEN = re.compile(r"<[^<>\s\[\]\"'/]{1,64}>")
 NO_SPECIAL_TOKENS: Mapping[str, int] = {}
 
-JSON_OPTIONS: dict[str, Any] = {"whitespace_pattern": rf"(?: |\r?\n[ \t]{{0,{MAX_INDENTATION}}})", "json_allow_general_unicode_escapes": True}
+JSON_OPTIONS: dict[str, Any] = {
+    "whitespace_pattern": rf"(?: |\r?\n[ \t]{{0,{MAX_INDENTATION}}})",
+    "json_allow_general_unicode_escapes": True,
+}
 LENIENT_OPTIONS = {"lenient": True, "coerce_one_of": True}
 
 # A unit of the lexer's fuel is up to a microsecond and 200 bytes. A repetition is work without
@@ -64,10 +67,14 @@ def load_vocabulary(folder: Path, vocab_size: int, eos_token_ids: tuple[int, ...
         added = json.loads(text).get("added_tokens") or []
         tokenizer = LLTokenizer(text, n_vocab=vocab_size, eos_token=list(eos_token_ids))
     except OSError as error:
-        raise Invalid(f"the model's tokenizer can't be read: {error.strerror}", code="tokenizer_unreadable", status=503) from None
+        raise Invalid(
+            f"the model's tokenizer can't be read: {error.strerror}", code="tokenizer_unreadable", status=503
+        ) from None
     except Exception as error:  # bare ones, from Rust
         raise _unsupported(str(error)) from None
-    return Vocabulary(tokenizer, {each["content"]: each["id"] for each in added if each.get("special")}, vocab_size, eos_token_ids)
+    return Vocabulary(
+        tokenizer, {each["content"]: each["id"] for each in added if each.get("special")}, vocab_size, eos_token_ids
+    )
 
 
 def limits_of(constraint: Constraint) -> LLParserLimits:
@@ -87,7 +94,9 @@ def limits_of(constraint: Constraint) -> LLParserLimits:
 def compile_grammar(constraint: Constraint, vocabulary: Vocabulary) -> LLMatcher:
     """The grammar, at its beginning. Raises Invalid (400) for one that does not compile, is too
     complex, or matches no text."""
-    matcher = LLMatcher(vocabulary.tokenizer, _grammar(constraint, vocabulary.special_tokens), log_level=0, limits=limits_of(constraint))
+    matcher = LLMatcher(
+        vocabulary.tokenizer, _grammar(constraint, vocabulary.special_tokens), log_level=0, limits=limits_of(constraint)
+    )
     if not matcher.is_error():
         matcher.compute_bitmask()  # what is too complex at its very beginning is refused now
     if matcher.is_error():
@@ -133,7 +142,9 @@ def try_grammar(constraint: Constraint, grammar: str) -> None:
         mask = matcher.compute_bitmask()
         if matcher.is_error():
             raise _refused(constraint, _reason_of(matcher))
-        allowed = next((8 * at + (each & -each).bit_length() - 1 for at, each in enumerate(mask) if each), vocabulary.eos_token_id)
+        allowed = next(
+            (8 * at + (each & -each).bit_length() - 1 for at, each in enumerate(mask) if each), vocabulary.eos_token_id
+        )
         if allowed >= vocabulary.eos_token_id:
             return
         matcher.consume_token(allowed)
@@ -149,7 +160,11 @@ def _grammar(constraint: Constraint, special_tokens: Mapping[str, int] | None) -
     known."""
     try:
         grammar = _MAKERS[constraint.kind](constraint, special_tokens)
-        return _after_thought(grammar, constraint, special_tokens or NO_SPECIAL_TOKENS) if constraint.thought_end else grammar
+        return (
+            _after_thought(grammar, constraint, special_tokens or NO_SPECIAL_TOKENS)
+            if constraint.thought_end
+            else grammar
+        )
     except Invalid as error:
         raise _refused(constraint, str(error)) from None
     except ValueError as error:
@@ -210,20 +225,31 @@ def _after_thought(grammar: str, constraint: Constraint, special_tokens: Mapping
     yet may be left out."""
     answer, *others = json.loads(grammar)["grammars"] if grammar.startswith("{") else [{"lark_grammar": grammar}]
     before = thought_grammar(constraint.thought_begin, constraint.thought_end, "answer", special_tokens)
-    return json.dumps({"grammars": [{"name": "thought", "lark_grammar": before}, {**answer, "name": "answer"}, *others]})
+    return json.dumps(
+        {"grammars": [{"name": "thought", "lark_grammar": before}, {**answer, "name": "answer"}, *others]}
+    )
 
 
 _MAKERS = {
-    "json_object": _json_object, "json_schema": _json_schema, "regex": _regex, "choice": _choice, "lark": _lark, "gbnf": _gbnf,
+    "json_object": _json_object,
+    "json_schema": _json_schema,
+    "regex": _regex,
+    "choice": _choice,
+    "lark": _lark,
+    "gbnf": _gbnf,
     "structural_tag": _structural_tag,
-}  # fmt: skip
+}
 
 
 def _refused(constraint: Constraint, reason: str) -> Invalid:
     reason = " ".join(reason.replace("<non-verbose/>", "").partition("; try avoiding")[0].split())
     reason = reason if len(reason) <= MAX_REASON else reason[:MAX_REASON] + "…"
     code = "invalid_json_schema" if constraint.kind == "json_schema" else "invalid_grammar"
-    return Invalid(f"{constraint.param or constraint.kind}: this can't be made a grammar: {reason}", param=constraint.param or None, code=code)
+    return Invalid(
+        f"{constraint.param or constraint.kind}: this can't be made a grammar: {reason}",
+        param=constraint.param or None,
+        code=code,
+    )
 
 
 def _unsupported(reason: str) -> Invalid:

@@ -7,7 +7,9 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-MAX_DEPTH = 128  # levels of a value: what reads and writes JSON in a stage goes deeper, also where a function calls itself for each
+# levels of a value: what reads and writes JSON in a stage goes deeper, also where a function calls
+# itself for each
+MAX_DEPTH = 128
 MAX_DIGITS = 4300  # of a number: Python reads no longer integer
 SURROGATE = re.compile("[\ud800-\udfff]")
 
@@ -22,7 +24,12 @@ def check_depth(value: Any, max_depth: int = MAX_DEPTH) -> None:
     while level:
         if (depth := depth + 1) > max_depth:
             raise TooDeep(f"nested deeper than {max_depth} levels")
-        level = [item for each in level for item in (each.values() if type(each) is dict else each) if type(item) is dict or type(item) is list]
+        level = [
+            item
+            for each in level
+            for item in (each.values() if type(each) is dict else each)
+            if type(item) is dict or type(item) is list
+        ]
 
 
 def check_text(text: str) -> None:

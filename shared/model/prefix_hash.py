@@ -35,7 +35,9 @@ def segment_root(root: bytes, position: int, seen: Sequence[bytes]) -> bytes:
     begins at position 0 has the root of an ordinary prompt."""
     if position == 0 and not seen:
         return root
-    return hashlib.blake2b(b"".join([root, position.to_bytes(8, "little"), *seen]), digest_size=16, person=b"segment").digest()
+    return hashlib.blake2b(
+        b"".join([root, position.to_bytes(8, "little"), *seen]), digest_size=16, person=b"segment"
+    ).digest()
 
 
 def prefix_hashes(root: bytes, token_ids: Sequence[int], block_size: int) -> list[bytes]:

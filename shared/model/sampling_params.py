@@ -224,7 +224,9 @@ class Parameter:
         for item in items:
             if self.max_length and not 0 < len(item) <= self.max_length:
                 got = f"one of {len(item)} characters" if item else "an empty one"
-                raise Invalid(f"{self.name} takes strings of 1 to {self.max_length} characters, got {got}", param=self.name)
+                raise Invalid(
+                    f"{self.name} takes strings of 1 to {self.max_length} characters, got {got}", param=self.name
+                )
             if not self.max_length and not 0 <= item <= MAX_TOKEN_ID:
                 raise Invalid(f"{self.name} takes token ids from 0 to 2^31 - 1, got {item}", param=self.name)
         if isinstance(items, dict):
@@ -243,7 +245,12 @@ PARAMETERS = (
         description="longest answer; cut to what the prompt leaves of the model's length; -1 or -2: as many as fit",
         bounds=(0, MAX_TOKENS),
         also="n_predict",
-        apis={"anthropic": "max_tokens", "responses": "max_output_tokens", "llamacpp": "n_predict", "ollama": "num_predict"},
+        apis={
+            "anthropic": "max_tokens",
+            "responses": "max_output_tokens",
+            "llamacpp": "n_predict",
+            "ollama": "num_predict",
+        },
     ),
     Parameter(
         name="min_tokens",
@@ -256,7 +263,12 @@ PARAMETERS = (
         name="temperature",
         description="below 0.001 the likeliest token is taken",
         bounds=(0.0, 100.0),
-        apis={"anthropic": "temperature", "responses": "temperature", "llamacpp": "temperature", "ollama": "temperature"},
+        apis={
+            "anthropic": "temperature",
+            "responses": "temperature",
+            "llamacpp": "temperature",
+            "ollama": "temperature",
+        },
         clamped=(0.0, math.inf),
         control=PlaygroundField(
             "Sampling",
@@ -544,7 +556,10 @@ def make_params(values: Mapping[str, Any]) -> SamplingParams:
 
 
 # The declared fields of each dataclass
-_DECLARED = {owner: [(each.field_name, each) for each in PARAMETERS if each.owner is owner] for owner in (SamplingParams, *GROUPS.values())}
+_DECLARED = {
+    owner: [(each.field_name, each) for each in PARAMETERS if each.owner is owner]
+    for owner in (SamplingParams, *GROUPS.values())
+}
 
 
 def _check_fields(params: Any) -> None:

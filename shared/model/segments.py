@@ -42,7 +42,9 @@ def check_segments(segments: Sequence[Segment], num_tokens: int) -> None:
         is_rising = all(one < other for one, other in zip((-1, *segment.sees), (*segment.sees, number), strict=True))
         if segment.num_tokens < 1 or segment.position < 0 or not is_rising:
             raise Invalid(f"segment {number} is empty, before the first position, or sees what is not before it")
-    if segments and (sum(each.num_tokens for each in segments) != num_tokens or len(segments[-1].sees) != len(segments) - 1):
+    if segments and (
+        sum(each.num_tokens for each in segments) != num_tokens or len(segments[-1].sees) != len(segments) - 1
+    ):
         raise Invalid("the segments are not the whole prompt, or the last one does not see all")
 
 
@@ -157,8 +159,10 @@ class Layout:
         """How many slots of each block before the last segment are no holes."""
         size = self.block_size
         return [
-            min(size, max(0, self.end(number) - block * size)) for number in range(len(self.segments) - 1) for block in self.all_blocks(number)
-        ]  # fmt: skip
+            min(size, max(0, self.end(number) - block * size))
+            for number in range(len(self.segments) - 1)
+            for block in self.all_blocks(number)
+        ]
 
     def chunk_end(self, first: int, last: int) -> int:
         """Where a chunk of the slots [first, last) must end: it has tokens of one segment."""

@@ -19,7 +19,9 @@ MAX_DEPTH = 32
 MAX_TAGS = 1000
 
 
-def structural_tag_grammar(value: Any, *, special_tokens: Mapping[str, int], make_regex: Callable[[str], str], json_options: Mapping[str, Any]) -> str:
+def structural_tag_grammar(
+    value: Any, *, special_tokens: Mapping[str, int], make_regex: Callable[[str], str], json_options: Mapping[str, Any]
+) -> str:
     """llguidance's grammar. special_tokens: by text, those that stand as one token where a tag
     spells them. Raises Invalid."""
     if not isinstance(value, dict):
@@ -56,7 +58,9 @@ def _triggered_tags_of(value: dict[str, Any]) -> dict[str, Any]:
 class _Writer:
     """Collects the rules of one grammar, and the grammars that stand in it whole."""
 
-    def __init__(self, special_tokens: Mapping[str, int], make_regex: Callable[[str], str], json_options: Mapping[str, Any]) -> None:
+    def __init__(
+        self, special_tokens: Mapping[str, int], make_regex: Callable[[str], str], json_options: Mapping[str, Any]
+    ) -> None:
         self.special_tokens = special_tokens
         self.make_regex = make_regex
         self.json_options = json_options
@@ -119,10 +123,16 @@ class _Writer:
     def tags_with_separator(self, value: dict[str, Any], depth: int) -> str:
         tag = self.rule(" | ".join(self.tag(each, "", depth) for each in _objects(value, "tags")))
         max_tags = value.get("max_tags")
-        if max_tags is not None and (isinstance(max_tags, bool) or not isinstance(max_tags, int) or not 1 <= max_tags <= MAX_TAGS):
+        if max_tags is not None and (
+            isinstance(max_tags, bool) or not isinstance(max_tags, int) or not 1 <= max_tags <= MAX_TAGS
+        ):
             raise Invalid(f"max_tags is a number from 1 to {MAX_TAGS}")
         times = "*" if max_tags is None else f"{{0,{max_tags - 1}}}"
-        more = "" if value.get("stop_after_first") or max_tags == 1 else f" ({self.text(_get(value, 'separator', str))} {tag}){times}"
+        more = (
+            ""
+            if value.get("stop_after_first") or max_tags == 1
+            else f" ({self.text(_get(value, 'separator', str))} {tag}){times}"
+        )
         return f"({tag}{more})" if value.get("at_least_one") else f"({tag}{more})?"
 
     def schema(self, schema: Any) -> str:
@@ -157,10 +167,14 @@ class _Writer:
 
     def text_until(self, end: str) -> str:
         """Any text up to the first `end`, and that; without an end, any text."""
-        special = next((name for name in sorted(self.special_tokens, key=len, reverse=True) if end.startswith(name)), None)
+        special = next(
+            (name for name in sorted(self.special_tokens, key=len, reverse=True) if end.startswith(name)), None
+        )
         if special is not None:
             return f"{self.rule(ANY_TEXT)} {self.text(end)}"
-        return self.rule(f"{ANY_TEXT} {json.dumps(end, ensure_ascii=False)}", is_lazy=True) if end else self.rule(ANY_TEXT)
+        return (
+            self.rule(f"{ANY_TEXT} {json.dumps(end, ensure_ascii=False)}", is_lazy=True) if end else self.rule(ANY_TEXT)
+        )
 
     def rule(self, rule: str, *, is_lazy: bool = False) -> str:
         """A rule of its own, by name."""

@@ -16,7 +16,9 @@ class TokenTable:
         self._tokenizer = tokenizer
         described = json.loads(tokenizer.to_str())
         decoder = json.dumps(described.get("decoder"))
-        self._is_byte_level, self._has_byte_tokens, self._has_metaspace = (each in decoder for each in ('"ByteLevel"', '"ByteFallback"', '"\\u2581"'))
+        self._is_byte_level, self._has_byte_tokens, self._has_metaspace = (
+            each in decoder for each in ('"ByteLevel"', '"ByteFallback"', '"\\u2581"')
+        )
         self._added = {each["id"] for each in described["added_tokens"]}
         self.describe = cache(self._describe)  # bounded by the vocabulary
 
@@ -50,4 +52,7 @@ def byte_of_character() -> dict[str, int]:
     character."""
     printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     others = [byte for byte in range(256) if byte not in printable]
-    return {**{chr(byte): byte for byte in printable}, **{chr(256 + number): byte for number, byte in enumerate(others)}}
+    return {
+        **{chr(byte): byte for byte in printable},
+        **{chr(256 + number): byte for number, byte in enumerate(others)},
+    }

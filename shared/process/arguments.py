@@ -7,7 +7,9 @@ import sys
 from difflib import get_close_matches
 from typing import Any, NoReturn
 
-CHOICE = re.compile(r"argument (?P<name>.+?): invalid choice: '?(?P<given>.*?)'? \(choose from (?P<choices>.*)\)", re.DOTALL)
+CHOICE = re.compile(
+    r"argument (?P<name>.+?): invalid choice: '?(?P<given>.*?)'? \(choose from (?P<choices>.*)\)", re.DOTALL
+)
 UNKNOWN = "unrecognized arguments: "
 MISSING = "the following arguments are required: "
 NULLABLE = re.compile(r"\{(.*),null\}")
@@ -79,5 +81,7 @@ def add_setting(parser: Any, *names: str, **options: Any) -> Any:
         metavar = NULLABLE.sub(r"\1", metavar)
         options["metavar"] = TYPES.get(metavar, metavar)
     if isinstance(text, str):
-        options["help"] = text.removesuffix(" (default: null)").removesuffix(" (default: [])").removesuffix(" (default: )")
+        options["help"] = (
+            text.removesuffix(" (default: null)").removesuffix(" (default: [])").removesuffix(" (default: )")
+        )
     return parser.add_argument(*names, **options)

@@ -38,7 +38,14 @@ class HelperProcess:
         """
         if self._process is None or self._process.poll() is not None:
             self.stop()
-            self._process = subprocess.Popen(self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0, env=environment(), start_new_session=True)
+            self._process = subprocess.Popen(
+                self._command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                bufsize=0,
+                env=environment(),
+                start_new_session=True,
+            )
             self._finalizer = weakref.finalize(self, end, self._process)
         try:
             outcome, reply = exchange(self._process, question, limit_s, time.monotonic() + timeout_s)

@@ -40,8 +40,14 @@ def enough_memory(name: str, advice: str) -> Iterator[None]:
         if isinstance(error, StartupError) or not is_out_of_memory(error):
             raise
         asked = ASKED.search(str(error))
-        wanted = f"{size_text(float(asked[1]) * 1024 ** ASKED_UNITS.index(asked[2]))} more were asked for, and " if asked else ""
-        raise StartupError(f"{name}: too little memory: {wanted}{size_text(free_host_memory())} are free for this process. {advice}") from None
+        wanted = (
+            f"{size_text(float(asked[1]) * 1024 ** ASKED_UNITS.index(asked[2]))} more were asked for, and "
+            if asked
+            else ""
+        )
+        raise StartupError(
+            f"{name}: too little memory: {wanted}{size_text(free_host_memory())} are free for this process. {advice}"
+        ) from None
 
 
 def is_out_of_memory(error: Exception) -> bool:

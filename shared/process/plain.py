@@ -88,10 +88,18 @@ def _object(kind: Any, state: Any) -> Any:
     if not issubclass(kind, BaseModel):
         return kind(*state)
     values, names, private = state
-    if not values.keys() <= kind.model_fields.keys() or not (private or {}).keys() <= kind.__private_attributes__.keys():
+    if (
+        not values.keys() <= kind.model_fields.keys()
+        or not (private or {}).keys() <= kind.__private_attributes__.keys()
+    ):
         raise ValueError(f"fields that a {kind.__name__} does not have")
     made = kind.__new__(kind)
-    whole = {"__dict__": values, "__pydantic_fields_set__": set(names), "__pydantic_extra__": None, "__pydantic_private__": private}
+    whole = {
+        "__dict__": values,
+        "__pydantic_fields_set__": set(names),
+        "__pydantic_extra__": None,
+        "__pydantic_private__": private,
+    }
     for name, each in whole.items():
         object.__setattr__(made, name, each)
     return made

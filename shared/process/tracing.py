@@ -46,7 +46,10 @@ def open_tracer(stage: str, replica_id: str) -> "Tracer | None":
     """The tracer that sends the replica's spans; None if no endpoint is set. Raises
     StartupError."""
     endpoint = first_of(ENDPOINTS)
-    is_disabled = os.environ.get("OTEL_SDK_DISABLED", "").lower() == "true" or os.environ.get("OTEL_TRACES_EXPORTER", "").lower() == "none"
+    is_disabled = (
+        os.environ.get("OTEL_SDK_DISABLED", "").lower() == "true"
+        or os.environ.get("OTEL_TRACES_EXPORTER", "").lower() == "none"
+    )
     if not endpoint or is_disabled:
         return None
     if re.match(r"https?://[^/\s]", endpoint) is None:
@@ -56,7 +59,9 @@ def open_tracer(stage: str, replica_id: str) -> "Tracer | None":
     try:
         return Tracer(stage, replica_id)
     except ImportError as error:
-        raise StartupError(f"{ENDPOINTS[1]} is set, and {error.name} is not installed: pip install 'penstock[tracing]', or unset it") from None
+        raise StartupError(
+            f"{ENDPOINTS[1]} is set, and {error.name} is not installed: pip install 'penstock[tracing]', or unset it"
+        ) from None
 
 
 class Complaints(logging.Handler):
@@ -74,7 +79,11 @@ class Complaints(logging.Handler):
         if len(self._logged_at) >= MAX_COMPLAINTS:
             self._logged_at.clear()
         self._logged_at[kind] = now
-        log.warning("trouble with spans", said=record.getMessage()[:MAX_COMPLAINT], error=record.exc_info[1] if record.exc_info else None)
+        log.warning(
+            "trouble with spans",
+            said=record.getMessage()[:MAX_COMPLAINT],
+            error=record.exc_info[1] if record.exc_info else None,
+        )
 
 
 def hear_complaints() -> None:
@@ -100,7 +109,11 @@ class Tracer:
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
         hear_complaints()
-        own = {"service.namespace": "penstock", "service.instance.id": replica_id, "service.version": version("penstock")}
+        own = {
+            "service.namespace": "penstock",
+            "service.instance.id": replica_id,
+            "service.version": version("penstock"),
+        }
         resource = Resource.create(own)
         # OpenTelemetry's variables name no service
         if str(resource.attributes["service.name"]).startswith("unknown_service"):
@@ -122,13 +135,20 @@ class Tracer:
         from opentelemetry.trace import SpanKind
 
         context, begin = self._propagator.extract(headers), int(started_at * 1e9)
-        return self._tracer.start_span(name, context=context, kind=SpanKind.SERVER, start_time=begin, attributes=dict(attributes))
+        return self._tracer.start_span(
+            name, context=context, kind=SpanKind.SERVER, start_time=begin, attributes=dict(attributes)
+        )
 
     def record(self, name: str, parent: str, started_at: float, ended_at: float, attributes: Attributes) -> str:
         """A span that has ended. parent: a traceparent; times: wall clock, s. Returns the span's
         own traceparent, for its children."""
         begin = int(started_at * 1e9)
-        span = self._tracer.start_span(name, context=self._propagator.extract({"traceparent": parent}), start_time=begin, attributes=dict(attributes))
+        span = self._tracer.start_span(
+            name,
+            context=self._propagator.extract({"traceparent": parent}),
+            start_time=begin,
+            attributes=dict(attributes),
+        )
         span.end(max(begin, int(ended_at * 1e9)))
         return self.traceparent(span)
 
@@ -137,10 +157,14 @@ class Tracer:
         are evenly distributed; empty: it is not sampled."""
         from opentelemetry.sdk.trace.sampling import Decision
 
-        is_sampled = self._provider.sampler.should_sample(None, int(key, 16), key).decision is Decision.RECORD_AND_SAMPLE
+        is_sampled = (
+            self._provider.sampler.should_sample(None, int(key, 16), key).decision is Decision.RECORD_AND_SAMPLE
+        )
         return f"00-{key}-{key[:16]}-01" if is_sampled else ""
 
-    def record_root(self, name: str, traceparent: str, started_at: float, ended_at: float, attributes: Attributes, *, link: str) -> None:
+    def record_root(
+        self, name: str, traceparent: str, started_at: float, ended_at: float, attributes: Attributes, *, link: str
+    ) -> None:
         """The root of `trace_of`, which has ended; link: the traceparent of what it was done for.
         Each recorder makes the same span."""
         from opentelemetry.sdk.trace import ReadableSpan
@@ -148,10 +172,16 @@ class Tracer:
 
         begin = int(started_at * 1e9)
         span = ReadableSpan(
-            name, self._context_of(traceparent), resource=self._provider.resource, attributes=dict(attributes), links=[Link(self._context_of(link))],
-            kind=SpanKind.CONSUMER, start_time=begin, end_time=max(begin, int(ended_at * 1e9)),
+            name,
+            self._context_of(traceparent),
+            resource=self._provider.resource,
+            attributes=dict(attributes),
+            links=[Link(self._context_of(link))],
+            kind=SpanKind.CONSUMER,
+            start_time=begin,
+            end_time=max(begin, int(ended_at * 1e9)),
             instrumentation_scope=self._scope,
-        )  # fmt: skip
+        )
         self._processor.on_end(span)
 
     def _context_of(self, traceparent: str) -> "SpanContext":

@@ -171,7 +171,9 @@ class ForkedChild:
         return Outcome.OUT_OF_TIME if os.WIFSIGNALED(status) and os.WTERMSIG(status) in OUT_OF_CPU else outcome
 
 
-def answer_and_exit(answer: Callable[[bytes], object], source: int, sink: int, memory: int, *, is_kept: bool) -> NoReturn:
+def answer_and_exit(
+    answer: Callable[[bytes], object], source: int, sink: int, memory: int, *, is_kept: bool
+) -> NoReturn:
     """In the child."""
     code = 1
     try:

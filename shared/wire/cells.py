@@ -30,13 +30,17 @@ UNREACHABLE = (redis.ConnectionError, redis.TimeoutError, redis.ResponseError, O
 
 # Commands by where they have their keys.
 NO_KEYS = """
-    AUTH BGREWRITEAOF CLIENT CLUSTER COMMAND CONFIG DBSIZE DEBUG DISCARD EXEC FLUSHALL HELLO INFO LATENCY MULTI PING SAVE SCRIPT SELECT SLOWLOG TIME
+    AUTH BGREWRITEAOF CLIENT CLUSTER COMMAND CONFIG DBSIZE DEBUG DISCARD EXEC FLUSHALL HELLO INFO LATENCY MULTI
+    PING SAVE SCRIPT SELECT SLOWLOG TIME
     UNWATCH WAIT WAITAOF
 """
 FIRST_KEY = """
-    DECRBY DUMP EXPIRE EXPIRETIME GET GETDEL HDEL HEXISTS HGET HGETALL HINCRBY HINCRBYFLOAT HKEYS HLEN HMGET HSET HSETNX HVALS INCR INCRBY LINDEX LLEN
-    LPOP LPUSH LRANGE LREM LTRIM OBJECT PERSIST PEXPIRE PTTL RESTORE RPOP RPUSH SADD SCARD SET SETEX SISMEMBER SMEMBERS SREM STRLEN TTL TYPE XACK XADD
-    XAUTOCLAIM XCLAIM XDEL XGROUP XINFO XLEN XPENDING XRANGE XREVRANGE XTRIM ZADD ZCARD ZCOUNT ZINCRBY ZRANGE ZRANGEBYSCORE ZREM ZREMRANGEBYRANK
+    DECRBY DUMP EXPIRE EXPIRETIME GET GETDEL HDEL HEXISTS HGET HGETALL HINCRBY HINCRBYFLOAT HKEYS HLEN HMGET HSET
+    HSETNX HVALS INCR INCRBY LINDEX LLEN
+    LPOP LPUSH LRANGE LREM LTRIM OBJECT PERSIST PEXPIRE PTTL RESTORE RPOP RPUSH SADD SCARD SET SETEX SISMEMBER
+    SMEMBERS SREM STRLEN TTL TYPE XACK XADD
+    XAUTOCLAIM XCLAIM XDEL XGROUP XINFO XLEN XPENDING XRANGE XREVRANGE XTRIM ZADD ZCARD ZCOUNT ZINCRBY ZRANGE
+    ZRANGEBYSCORE ZREM ZREMRANGEBYRANK
     ZREMRANGEBYSCORE ZREVRANGE ZREVRANK ZSCORE
 """
 ALL_KEYS = ("DEL", "EXISTS", "MGET", "TOUCH", "UNLINK", "WATCH")
@@ -105,12 +109,16 @@ class Nodes:
 
     @property
     def not_found(self) -> MasterNotFoundError:
-        return MasterNotFoundError(f"no node of the Redis Cluster names a primary for the cell {self.named.cell!r}: {self.reason}")
+        return MasterNotFoundError(
+            f"no node of the Redis Cluster names a primary for the cell {self.named.cell!r}: {self.reason}"
+        )
 
     def learn(self, address: tuple[str, int], slots: list[list[Any]]) -> tuple[str, int] | None:
         """The primary, as the node at the address says. slots: ranges, each with its primary and then
         its replicas. The node, and those that it knows, are asked next time."""
-        servers = {(first, last): [(host_of(node, address[0]), node[1]) for node in nodes] for first, last, *nodes in slots}
+        servers = {
+            (first, last): [(host_of(node, address[0]), node[1]) for node in nodes] for first, last, *nodes in slots
+        }
         known = [each for found in servers.values() for each in found]
         kept = [each for each in self.addresses if each in known or each in self.named.addresses]
         self.addresses = list(dict.fromkeys([address, *kept, *known]))

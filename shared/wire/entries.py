@@ -19,7 +19,16 @@ from shared.wire.cells import without_cell
 from shared.wire.line import Pipeline
 from shared.wire.messages import decode, encode
 from shared.wire.script import load_script
-from shared.wire.streams import DEAD_LETTER, GATEWAY_ID, MAX_DEAD_LETTERS, MESSAGE, REPLICA_STREAM_TTL_S, REQUEST_ID, DirectStream, GroupStream
+from shared.wire.streams import (
+    DEAD_LETTER,
+    GATEWAY_ID,
+    MAX_DEAD_LETTERS,
+    MESSAGE,
+    REPLICA_STREAM_TTL_S,
+    REQUEST_ID,
+    DirectStream,
+    GroupStream,
+)
 from shared.wire.transport import Transport
 
 log = get_logger("penstock.transport")
@@ -61,7 +70,9 @@ def append(pipe: Pipeline, stream: DirectStream, message: Any) -> None:
 
 def append_to_group(pipe: Pipeline, stream: GroupStream, message: Any) -> None:
     """Queue a request's message for the stream's consumer group."""
-    pipe.xadd(stream.key, {MESSAGE: encode(message), REQUEST_ID: message.request_id, GATEWAY_ID: message.gateway_id or ""})
+    pipe.xadd(
+        stream.key, {MESSAGE: encode(message), REQUEST_ID: message.request_id, GATEWAY_ID: message.gateway_id or ""}
+    )
 
 
 class DirectReader:
@@ -135,28 +146,43 @@ class GroupReader:
         """Entries that no replica has begun."""
         return self._open(entries, dict.fromkeys((entry_id for entry_id, _ in entries), 1), was_claimed=False)
 
-    def claim(self, *, idle_ms: int, count: int, max_deliveries: int | None = None, besides: Collection[bytes] = ()) -> tuple[list[Delivery], list[DeadLetter]]:
+    def claim(
+        self, *, idle_ms: int, count: int, max_deliveries: int | None = None, besides: Collection[bytes] = ()
+    ) -> tuple[list[Delivery], list[DeadLetter]]:
         """Take over up to count entries whose consumer has not renewed them for idle_ms, those
         first that were delivered least often. besides: entries that stay where they are.
 
         An entry that was delivered more than max_deliveries times becomes a dead letter.
         """
         pending: Any = self.transport.persist(
-            lambda: self.transport.client.xpending_range(self.stream.key, self.stream.group, "-", "+", max(count, CLAIM_WINDOW) + len(besides), idle=idle_ms)
+            lambda: self.transport.client.xpending_range(
+                self.stream.key, self.stream.group, "-", "+", max(count, CLAIM_WINDOW) + len(besides), idle=idle_ms
+            )
         )
-        chosen = sorted((each for each in pending if each["message_id"] not in besides), key=lambda each: each["times_delivered"])[:count]
+        chosen = sorted(
+            (each for each in pending if each["message_id"] not in besides), key=lambda each: each["times_delivered"]
+        )[:count]
         if not chosen:
             return [], []
         deliveries = {each["message_id"]: each["times_delivered"] + 1 for each in chosen}
         claimed: Any = self.transport.persist(
-            lambda: self.transport.client.xclaim(self.stream.key, self.stream.group, self.consumer, idle_ms, list(deliveries))
+            lambda: self.transport.client.xclaim(
+                self.stream.key, self.stream.group, self.consumer, idle_ms, list(deliveries)
+            )
         )
-        return self._open([(entry_id, values) for entry_id, values in claimed if values], deliveries, was_claimed=True, max_deliveries=max_deliveries)
+        return self._open(
+            [(entry_id, values) for entry_id, values in claimed if values],
+            deliveries,
+            was_claimed=True,
+            max_deliveries=max_deliveries,
+        )
 
     def forget_consumers(self, live: set[str]) -> None:
         """Remove the names of consumers that are dead and have nothing pending."""
         keys, client, stays = [self.stream.key], self.transport.client, (self.consumer, *live)
-        self.transport.persist(lambda: FORGET_CONSUMERS.call(client, keys, self.stream.group, FORGET_CONSUMER_MS, *stays))
+        self.transport.persist(
+            lambda: FORGET_CONSUMERS.call(client, keys, self.stream.group, FORGET_CONSUMER_MS, *stays)
+        )
 
     def renew(self, pipe: Pipeline, entry_ids: Collection[bytes]) -> None:
         """Say that these entries are still being worked on, as far as they are still this
@@ -177,14 +203,30 @@ class GroupReader:
         """Let another consumer claim these entries at once. num_deliveries: how often they count as
         delivered before; 0 if this consumer hands them on in good order."""
         if entry_ids:
-            pipe.xclaim(self.stream.key, self.stream.group, self.consumer, 0, entry_ids, idle=RELEASED_MS, retrycount=num_deliveries, justid=True)
+            pipe.xclaim(
+                self.stream.key,
+                self.stream.group,
+                self.consumer,
+                0,
+                entry_ids,
+                idle=RELEASED_MS,
+                retrycount=num_deliveries,
+                justid=True,
+            )
 
     def release_all(self) -> None:
         """Release whatever is pending with this consumer; if nothing is, remove its name."""
         after, has_pending = "-", False
         while True:
             pending: Any = self.transport.persist(
-                lambda: self.transport.client.xpending_range(self.stream.key, self.stream.group, after, "+", CLAIM_WINDOW, consumername=self.consumer)  # noqa: B023
+                lambda: self.transport.client.xpending_range(
+                    self.stream.key,
+                    self.stream.group,
+                    after,  # noqa: B023
+                    "+",
+                    CLAIM_WINDOW,
+                    consumername=self.consumer,  # noqa: B023, RUF100
+                )
             )
             if not pending:
                 break
@@ -206,19 +248,33 @@ class GroupReader:
         LEAVE_GROUP.call(pipe, [self.stream.key], self.stream.group, self.consumer)
 
     def _open(
-        self, entries: list[tuple[bytes, dict[bytes, bytes]]], num_deliveries: dict[bytes, int], *, was_claimed: bool, max_deliveries: int | None = None
+        self,
+        entries: list[tuple[bytes, dict[bytes, bytes]]],
+        num_deliveries: dict[bytes, int],
+        *,
+        was_claimed: bool,
+        max_deliveries: int | None = None,
     ) -> tuple[list[Delivery], list[DeadLetter]]:
         deliveries, dead = [], []
         for entry_id, values in entries:
             try:
                 if max_deliveries is not None and num_deliveries[entry_id] > max_deliveries:
-                    raise Invalid(f"{num_deliveries[entry_id] - 1} replicas in turn took this request up and died or gave up")
+                    raise Invalid(
+                        f"{num_deliveries[entry_id] - 1} replicas in turn took this request up and died or gave up"
+                    )
                 deliveries.append(
-                    Delivery(entry_id, decode(self.stream.message_type, values[MESSAGE]), was_claimed, was_claimed and num_deliveries[entry_id] == 1)
+                    Delivery(
+                        entry_id,
+                        decode(self.stream.message_type, values[MESSAGE]),
+                        was_claimed,
+                        was_claimed and num_deliveries[entry_id] == 1,
+                    )
                 )
             except (Invalid, KeyError) as error:
                 self.transport.run(partial(write_dead_letter, self.stream.key, values, error, num_deliveries[entry_id]))
-                dead.append(DeadLetter(entry_id, _text(values, REQUEST_ID), _text(values, GATEWAY_ID) or None, str(error)))
+                dead.append(
+                    DeadLetter(entry_id, _text(values, REQUEST_ID), _text(values, GATEWAY_ID) or None, str(error))
+                )
         return deliveries, dead
 
 
@@ -227,10 +283,17 @@ def _text(values: dict[bytes, bytes], name: bytes) -> str:
     return values.get(name, b"").decode(errors="replace")
 
 
-def write_dead_letter(stream_key: str, values: dict[bytes, bytes], error: Exception, num_deliveries: int, pipe: Pipeline) -> None:
+def write_dead_letter(
+    stream_key: str, values: dict[bytes, bytes], error: Exception, num_deliveries: int, pipe: Pipeline
+) -> None:
     """Keep a message that can't be handled, with the reason, for an operator."""
     log.error("dead letter", stream=stream_key, request_id=_text(values, REQUEST_ID), error=error)
-    letter = {"stream": stream_key, "error": str(error) or repr(error), "deliveries": num_deliveries, MESSAGE: values.get(MESSAGE, b"")}
+    letter = {
+        "stream": stream_key,
+        "error": str(error) or repr(error),
+        "deliveries": num_deliveries,
+        MESSAGE: values.get(MESSAGE, b""),
+    }
     pipe.xadd(DEAD_LETTER, letter, maxlen=MAX_DEAD_LETTERS, approximate=True)
 
 

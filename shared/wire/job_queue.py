@@ -33,7 +33,9 @@ def make_queue(redis_url: str, transport: "type[JobTransport] | None" = None) ->
     from shared.wire.job_transport import URL, JobTransport
 
     named = parse_named(redis_url)
-    app = Celery("penstock", broker="redis://of-the-transport", set_as_current=False)  # kombu warns of a URL without a host
+    app = Celery(
+        "penstock", broker="redis://of-the-transport", set_as_current=False
+    )  # kombu warns of a URL without a host
     app.conf.update(
         task_default_queue=JOB_QUEUE.removeprefix(CELERY_PREFIX),
         task_ignore_result=True,

@@ -58,7 +58,9 @@ class RedisConnection:
             if self._connection._sock is None:
                 self._connection.connect()  # which asks Sentinels where to; sending alone would not
             packed = self._connection.pack_commands([self._by_digest(arguments) for arguments, _ in commands])
-            self._connection.send_packed_command([b"".join(packed)], check_health=False)  # redis-py cuts at 6,000 bytes: each piece would wake Redis
+            self._connection.send_packed_command(
+                [b"".join(packed)], check_health=False
+            )  # redis-py cuts at 6,000 bytes: each piece would wake Redis
             for arguments, options in commands:
                 self._awaited.append((arguments[0], options, block_of(arguments), script_of(arguments)))
             self._sent_at = time.monotonic()
@@ -146,7 +148,12 @@ def reason_of(error: BaseException) -> str:
 def refusal_of(error: BaseException) -> str:
     """The message for one of DENIED, with what to do about it."""
     wants_password = "already authenticated" in str(error) or "NOAUTH" in str(error)
-    hint = ". It asks for a password: redis://:PASSWORD@HOST:PORT/0; that of penstock up is in its data folder's redis-password" if wants_password else ""
+    hint = (
+        ". It asks for a password: redis://:PASSWORD@HOST:PORT/0; that of penstock up is in its data folder's "
+        "redis-password"
+        if wants_password
+        else ""
+    )
     return f"Redis refuses: {reason_of(error)}{hint}"
 
 

@@ -92,7 +92,12 @@ class Load:
         """Itself, as it is on the wire."""
         parts = {f"step_{part}_s": seconds for part, seconds in self.step_s.items()}
         places = {f"spec_decode_accepted_{place}": count for place, count in self.accepted_by_place.items()}
-        return self.figures() | parts | places | {f"iteration_tokens_{end}": count for end, count in self.steps_by_tokens.items()}
+        return (
+            self.figures()
+            | parts
+            | places
+            | {f"iteration_tokens_{end}": count for end, count in self.steps_by_tokens.items()}
+        )
 
     @classmethod
     def unpacked(cls, value: Any) -> Load:
@@ -101,8 +106,16 @@ class Load:
             raise Invalid("replica.load: expected a map")
         figures: dict[str, Any] = {name: _number(value, name) for name in SCALARS if name in value}
         step_s = {part: _number(value, name) for part in STEP_PARTS if (name := f"step_{part}_s") in value}
-        buckets = {match[1]: _number(value, name) for name in value if isinstance(name, str) and (match := _BUCKET.fullmatch(name))}
-        places = {match[1]: _number(value, name) for name in value if isinstance(name, str) and (match := _PLACE.fullmatch(name))}
+        buckets = {
+            match[1]: _number(value, name)
+            for name in value
+            if isinstance(name, str) and (match := _BUCKET.fullmatch(name))
+        }
+        places = {
+            match[1]: _number(value, name)
+            for name in value
+            if isinstance(name, str) and (match := _PLACE.fullmatch(name))
+        }
         return cls(**figures, step_s=step_s, steps_by_tokens=buckets, accepted_by_place=places)
 
 

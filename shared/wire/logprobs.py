@@ -28,9 +28,17 @@ class PromptLogprobs(WireStruct, frozen=True):
 
     def __post_init__(self) -> None:
         num_rows, num_top = len(self.logprobs), len(self.top_token_ids)
-        if len(self.token_ids) != num_rows + 1 or len(self.ranks) != num_rows or len(self.text_offsets) not in (0, num_rows + 1):
+        if (
+            len(self.token_ids) != num_rows + 1
+            or len(self.ranks) != num_rows
+            or len(self.text_offsets) not in (0, num_rows + 1)
+        ):
             raise Invalid("PromptLogprobs: not a row for each token after the first, or not an offset for each token")
-        if num_top != len(self.top_logprobs) or num_top % max(num_rows, 1) or len(self.texts) != len(self.spelled_token_ids):
+        if (
+            num_top != len(self.top_logprobs)
+            or num_top % max(num_rows, 1)
+            or len(self.texts) != len(self.spelled_token_ids)
+        ):
             raise Invalid("PromptLogprobs: columns of different lengths")
 
     @property

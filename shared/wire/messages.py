@@ -219,7 +219,9 @@ class SequenceIntro(WireStruct, frozen=True):
     tokenized_at: float = 0.0  # wall clock, s
     scheduled_at: float = 0.0  # the same, by the compute replica that introduces it
     fingerprint: str = ""  # of that replica
-    prediction_token_ids: Int32Array = field(default_factory=lambda: np.zeros(0, np.int32))  # as TokenizedRequest has them
+    prediction_token_ids: Int32Array = field(
+        default_factory=lambda: np.zeros(0, np.int32)
+    )  # as TokenizedRequest has them
 
 
 class StepCandidates(WireStruct, frozen=True):
@@ -249,8 +251,18 @@ class StepCandidates(WireStruct, frozen=True):
 
     def __post_init__(self) -> None:
         count = len(self.handles)
-        columns = (self.positions, self.counts, self.logsumexp, self.num_kept, self.tail_mass, self.tail_token_ids, self.tail_logits)
-        if any(len(each) != count for each in columns) or any(len(each) not in (0, count) for each in (self.previous_token_ids, self.temperatures)):
+        columns = (
+            self.positions,
+            self.counts,
+            self.logsumexp,
+            self.num_kept,
+            self.tail_mass,
+            self.tail_token_ids,
+            self.tail_logits,
+        )
+        if any(len(each) != count for each in columns) or any(
+            len(each) not in (0, count) for each in (self.previous_token_ids, self.temperatures)
+        ):
             raise Invalid("StepCandidates: columns of different lengths")
         if count and (self.counts.min() < 1 or self.positions.min() < 1):
             raise Invalid("StepCandidates: a row without candidates, or before the first position")

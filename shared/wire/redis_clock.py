@@ -32,5 +32,7 @@ def follow_clock(transport: Transport, readers: list[DirectReader]) -> None:
     newest: Any = transport.persist(lambda: NEWEST_IDS.call(transport.client, [each.stream.key for each in readers]))
     for reader, entry_id in zip(readers, newest, strict=True):
         if has_begun_again(reader.last_id, entry_id):
-            log.warning("a stream has begun again: Redis' clock went back", stream=reader.stream.key, last_id=reader.last_id)
+            log.warning(
+                "a stream has begun again: Redis' clock went back", stream=reader.stream.key, last_id=reader.last_id
+            )
             reader.last_id = "0-0"

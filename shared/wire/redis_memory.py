@@ -29,4 +29,6 @@ class Memory:
 def memory_of(info: Mapping[str, Any]) -> Memory:
     """Memory in use, from the reply to INFO memory. Buffers for replicas and for the append-only
     file do not count."""
-    return Memory(int(info["used_memory"]) - int(info.get("mem_not_counted_for_evict", 0)), int(info.get("maxmemory", 0)))
+    return Memory(
+        int(info["used_memory"]) - int(info.get("mem_not_counted_for_evict", 0)), int(info.get("maxmemory", 0))
+    )

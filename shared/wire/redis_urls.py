@@ -43,7 +43,10 @@ def wrong_url(url: str, error: ValueError) -> str:
     """A text that says what is wrong with a URL, and holds no part of its password."""
     if "@" not in url:
         return str(error)
-    return "its scheme, host, port or path is none, or a special character of its password is not written as %XX (/ is %2F)"
+    return (
+        "its scheme, host, port or path is none, or a special character of its password is not written as %XX (/ is "
+        "%2F)"
+    )
 
 
 def parse_named(url: str) -> DiscoveryUrl | None:
@@ -56,13 +59,17 @@ def parse_named(url: str) -> DiscoveryUrl | None:
     name, _, database = parts.path.lstrip("/").partition("/")
     if not name:
         example = "name that the Sentinels have for the primary, as in redis+sentinel://HOST:26379/mymaster/0"
-        raise ValueError(f"it ends with the {example if kind == 'sentinel' else 'name of a cell, as in redis+cluster://HOST:6379/a'}")
+        raise ValueError(
+            f"it ends with the {example if kind == 'sentinel' else 'name of a cell, as in redis+cluster://HOST:6379/a'}"
+        )
     if kind == "cluster" and (database or not CELL.fullmatch(name)):
         raise ValueError(f"{parts.path[1:]!r} is no name of a cell: up to 16 small letters, digits and hyphens are")
     if database and not database.isdecimal():
         raise ValueError(f"{database!r} is no number of a database")
     query = dict(parse_qsl(parts.query))
-    asking = {field: query.pop(f"sentinel_{field}") for field in ("username", "password") if f"sentinel_{field}" in query}
+    asking = {
+        field: query.pop(f"sentinel_{field}") for field in ("username", "password") if f"sentinel_{field}" in query
+    }
     has_tls = plain_scheme == "rediss"
     # redis-py reads what a plain URL has, too
     plain = f"{plain_scheme}://{user}{at}host/{database}?{urlencode(query)}"
@@ -76,7 +83,14 @@ def parse_named(url: str) -> DiscoveryUrl | None:
     times = {"socket_timeout": ASKING_S, "socket_connect_timeout": ASKING_S}
     addresses = tuple(_address(each, DEFAULT_PORTS[kind]) for each in hosts.split(","))
     named = unquote(name)
-    return DiscoveryUrl(addresses, named if kind == "sentinel" else "", named if kind == "cluster" else "", options, asking | times, has_tls)
+    return DiscoveryUrl(
+        addresses,
+        named if kind == "sentinel" else "",
+        named if kind == "cluster" else "",
+        options,
+        asking | times,
+        has_tls,
+    )
 
 
 def _address(text: str, default_port: int) -> tuple[str, int]:

@@ -81,13 +81,19 @@ def follow(before: Registry, found: Registry, now: float) -> Registry:
 def choose_replica(request_id: str, replica_ids: Iterable[str]) -> str | None:
     """Rendezvous (highest random weight) hashing, Thaler and Ravishankar 1998: the live replica
     with the highest hash."""
-    return max(replica_ids, key=lambda replica_id: hashlib.blake2b(f"{replica_id}/{request_id}".encode(), digest_size=8).digest(), default=None)
+    return max(
+        replica_ids,
+        key=lambda replica_id: hashlib.blake2b(f"{replica_id}/{request_id}".encode(), digest_size=8).digest(),
+        default=None,
+    )
 
 
 def look(client: Any) -> Registry:
     """The replicas whose lease runs, by one SMEMBERS and one MGET; forgets the names of the
     dead."""
-    names = sorted(name for name in (each.decode(errors="replace") for each in client.smembers(REPLICAS)) if ":" in name)
+    names = sorted(
+        name for name in (each.decode(errors="replace") for each in client.smembers(REPLICAS)) if ":" in name
+    )
     *values, watched = client.mget([*(replica_key(*name.split(":", 1)) for name in names), WATCHED])
     dead = [name for name, value in zip(names, values, strict=True) if value is None]
     if dead:
@@ -111,16 +117,21 @@ def decode_replicas(announced: Iterable[tuple[str, bytes | None]]) -> tuple[Repl
 @lru_cache(maxsize=256)
 def say_unread(name: str, error: str) -> None:
     """Once: it comes again with every beat."""
-    log.warning("an announcement does not decode: is the replica's version newer than this one?", replica=name, error=error)
+    log.warning(
+        "an announcement does not decode: is the replica's version newer than this one?", replica=name, error=error
+    )
 
 
 def unlike_replicas(computes: Iterable[Replica]) -> list[str]:
-    """A warning for each model whose compute replicas have several fingerprints: one may go on with another's requests, and then answers with other tokens."""
+    """A warning for each model whose compute replicas have several fingerprints: one may go on with
+    another's requests, and then answers with other tokens.
+    """
     by_model: dict[str, dict[str, list[str]]] = {}
     for each in computes:
         by_model.setdefault(each.model or "", {}).setdefault(each.fingerprint, []).append(each.replica_id)
     return [
-        f"compute replicas of {model} have different fingerprints, so an answer may change where one takes over from another: "
+        f"compute replicas of {model} have different fingerprints, so an answer may change where one takes over from "
+        "another: "
         + ", ".join(f"{fingerprint or 'none'} ({', '.join(sorted(ids))})" for fingerprint, ids in sorted(found.items()))
         for model, found in sorted(by_model.items())
         if len(found) > 1
@@ -238,7 +249,10 @@ class Heartbeat(threading.Thread):
             log.error("the loop is stuck, not renewing", idle_s=stuck_s, problem=replica.problem or "-")
             return
         if self.step_timeout_s is not None and replica.idle_s > self.step_timeout_s:
-            log.error("a step does not end, ending the process: its device hangs, or --step-timeout-s is too short", step_timeout_s=self.step_timeout_s)
+            log.error(
+                "a step does not end, ending the process: its device hangs, or --step-timeout-s is too short",
+                step_timeout_s=self.step_timeout_s,
+            )
             os._exit(1)  # its leases run out, and another replica goes on with its requests
         pipe = self.transport.client.pipeline(transaction=False)
         self.on_beat(pipe)

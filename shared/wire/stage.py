@@ -41,9 +41,15 @@ class Stage:
     """One replica of one stage: its id, its connections, and whether it is stopping."""
 
     def __init__(
-        self, name: str, settings: StageSettings, *, model: str | None = None, aliases: tuple[str, ...] = (), max_model_len: int | None = None,
+        self,
+        name: str,
+        settings: StageSettings,
+        *,
+        model: str | None = None,
+        aliases: tuple[str, ...] = (),
+        max_model_len: int | None = None,
         step_timeout_s: float | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """step_timeout_s: how long a turn of the loop may take, but for waits for Redis, until the
         process ends; None: it does not."""
         self.name = name
@@ -74,7 +80,9 @@ class Stage:
         # more for the heartbeat to send, every second
         self.on_heartbeat: Callable[[Pipeline], None] = lambda _: None
         own_line = Transport(settings.redis_url, self.stopping, LEASE_S)
-        self._heartbeat = Heartbeat(own_line, self.describe, lambda pipe: self.on_heartbeat(pipe), lambda: self._served_at, step_timeout_s)
+        self._heartbeat = Heartbeat(
+            own_line, self.describe, lambda pipe: self.on_heartbeat(pipe), lambda: self._served_at, step_timeout_s
+        )
 
     def mark_alive(self) -> None:
         """The loop came round: the sign of life that /health shows."""
@@ -117,7 +125,8 @@ class Stage:
             model=self.model,
             max_model_len=self.max_model_len,
             # a loop that retries Redis is not stuck
-            idle_s=time.monotonic() - max(self._alive_at, self.transport.backoff.failed_at, self._heartbeat.awake_since),
+            idle_s=time.monotonic()
+            - max(self._alive_at, self.transport.backoff.failed_at, self._heartbeat.awake_since),
             load=self.load,
             aliases=self.aliases,
             problem=self.problem,

@@ -6,7 +6,15 @@ is messages.py.
 
 from dataclasses import dataclass
 
-from shared.wire.messages import Control, GenerateRequest, Offer, StepCandidates, StepDecisions, StepEvents, TokenizedRequest
+from shared.wire.messages import (
+    Control,
+    GenerateRequest,
+    Offer,
+    StepCandidates,
+    StepDecisions,
+    StepEvents,
+    TokenizedRequest,
+)
 
 LOG_TTL_S = 3600  # of a finished request's token log: how long a client may still read it
 # of a running request's: a backstop, far beyond any generation, and any jump of Redis' clock
@@ -46,10 +54,14 @@ CONTROL = DirectStream("control", Control)  # gateway, a replica that leaves →
 DEAD_LETTER = "dead-letter"  # stream of messages that no process could handle, kept to 10,000: any stage → an operator
 REPLICAS = "replicas"  # set of "<stage>:<replica id>", live or recently so; permanent
 BATCHES_RUNNING = "batches-running"  # set of the batches that have not ended; 30 days past the last one
-BATCH_FIGURES = "batch-figures"  # hash of the counts of all batches, and of what waits; 30 days past the last change. Gateway, jobs → gateways
+# hash of the counts of all batches, and of what waits; 30 days past the last change. Gateway, jobs
+# → gateways
+BATCH_FIGURES = "batch-figures"
 CELERY_PREFIX = "celery:"  # prefix of the keys that Celery makes for its queue
 JOB_QUEUE = f"{CELERY_PREFIX}jobs"  # list: the tasks that no worker has taken yet
-SERVED = "served"  # set of "<stage>:<model>", of the keys served:…; 30 days past the last replica. Gateways, jobs that wait for replicas → the same
+# set of "<stage>:<model>", of the keys served:…; 30 days past the last replica. Gateways, jobs that
+# wait for replicas → the same
+SERVED = "served"
 WATCHED = "watched"  # there while the live view is open, renewed for 3 s at a time: gateway → every replica
 
 
@@ -64,8 +76,10 @@ def prompts(model: str) -> GroupStream:
 
 
 def offers_key(model: str) -> str:
-    """The entries of prompts:<model> that were delivered to a compute by choice, and that it has not taken up: a sorted set of "<entry>/<compute id>" by the
-    time from which any compute may take them (ms, Redis' clock). Tokenizer, compute → compute. Lives an hour past the last offer."""
+    """The entries of prompts:<model> that were delivered to a compute by choice, and that it has
+    not taken up: a sorted set of "<entry>/<compute id>" by the
+    time from which any compute may take them (ms, Redis' clock). Tokenizer, compute → compute.
+    Lives an hour past the last offer."""
     return f"offers:{model}"
 
 
@@ -75,7 +89,8 @@ def offered(compute_id: str) -> DirectStream:
 
 
 def prefixes_key(compute_id: str) -> str:
-    """The set of the blocks in a compute's prefix cache: the first 8 bytes of their hashes; compute → tokenizer. Written only while there are other
+    """The set of the blocks in a compute's prefix cache: the first 8 bytes of their hashes; compute
+    → tokenizer. Written only while there are other
     replicas. Lives 10 s past the last write; while the loop turns, there is one each second."""
     return f"prefixes:{compute_id}"
 
@@ -96,13 +111,15 @@ def events(gateway_id: str) -> DirectStream:
 
 
 def log_key(request_id: str) -> str:
-    """The token log: sampler, or the stage that fails the request → every stage. Entry IDs are `<position>-0`; see token_log.py.
+    """The token log: sampler, or the stage that fails the request → every stage. Entry IDs are
+    `<position>-0`; see token_log.py.
     Lives 7 days at most while the request runs, and an hour past its end."""
     return f"log:{request_id}"
 
 
 def response_key(response_id: str) -> str:
-    """The record by which a gateway streams a response again: gateway → any gateway. Lives 7 days at most, and an hour past the end
+    """The record by which a gateway streams a response again: gateway → any gateway. Lives 7 days
+    at most, and an hour past the end
     of its last sequence."""
     return f"response:{response_id}"
 
@@ -114,14 +131,17 @@ def stored_key(response_id: str) -> str:
 
 
 def open_key(response_id: str) -> str:
-    """The accounting of a running response, a hash: `left`, its sequences that have not ended; `account` and `size`, who is charged for its data in Redis,
-    and for how many bytes; `keeps`, the longest stored data that stays if the response is refused. Gateway → the stage that ends a request. Lives until the
+    """The accounting of a running response, a hash: `left`, its sequences that have not ended;
+    `account` and `size`, who is charged for its data in Redis,
+    and for how many bytes; `keeps`, the longest stored data that stays if the response is refused.
+    Gateway → the stage that ends a request. Lives until the
     response ends, 7 days at most."""
     return f"open:{response_id}"
 
 
 def held_key(tenant_id: str) -> str:
-    """The bytes of a tenant's requests and stored responses: a sorted set of "<bytes>/<response>" by the time when they are forgotten (s, Redis' clock).
+    """The bytes of a tenant's requests and stored responses: a sorted set of "<bytes>/<response>"
+    by the time when they are forgotten (s, Redis' clock).
     Written by gateways, and by the stage that ends a request. Lives 7 days past the last submission."""
     return f"held:{tenant_id}"
 
@@ -137,7 +157,8 @@ def tombstone_key(request_id: str) -> str:
 
 
 def reader_key(response_id: str) -> str:
-    """The reader of a resumed response: a hash of its `generation` and its `gateway`; gateway → the stages that send it events. Without it, the
+    """The reader of a resumed response: a hash of its `generation` and its `gateway`; gateway → the
+    stages that send it events. Without it, the
     gateway that submitted the response. Lives as long as the response's record."""
     return f"reader:{response_id}"
 
@@ -148,31 +169,37 @@ def response_of(request_id: str) -> str:
 
 
 def inflight_key(model: str) -> str:
-    """Admitted requests that have not ended: a hash of tokens by request id, and their sum under "". Gateways add a request, the stage that ends it removes
+    """Admitted requests that have not ended: a hash of tokens by request id, and their sum under
+    "". Gateways add a request, the stage that ends it removes
     it. Deleted when empty; else it lives 7 days past the last submission."""
     return f"inflight:{model}"
 
 
 def shares_key(model: str) -> str:
-    """How much of `inflight:<model>` each tenant has: a hash of requests and of tokens by the tenant's account (held). Written with it, and deleted with it. It
+    """How much of `inflight:<model>` each tenant has: a hash of requests and of tokens by the
+    tenant's account (held). Written with it, and deleted with it. It
     says whose turn it is when the pipeline is full."""
     return f"shares:{model}"
 
 
 def quota_key(tenant_id: str) -> str:
-    """The rest of a tenant's limits in this minute: a hash of `requests` and `tokens`, and `at`, the time of these numbers. Written by gateways, for
+    """The rest of a tenant's limits in this minute: a hash of `requests` and `tokens`, and `at`,
+    the time of these numbers. Written by gateways, for
     tenants with limits only. Lives 2 minutes past the last submission: it is full by then."""
     return f"quota:{tenant_id}"
 
 
 def running_key(tenant_id: str) -> str:
-    """A tenant's admitted requests: a hash of their inflight keys by request id (in the home cell, for another cell: "@<mark> <time> <model>"); requests
-    that are no longer in flight do not count. Written by gateways, for tenants with limited concurrency only. Lives 7 days past the last submission."""
+    """A tenant's admitted requests: a hash of their inflight keys by request id (in the home cell,
+    for another cell: "@<mark> <time> <model>"); requests
+    that are no longer in flight do not count. Written by gateways, for tenants with limited
+    concurrency only. Lives 7 days past the last submission."""
     return f"running:{tenant_id}"
 
 
 def attempts_key(request_id: str) -> str:
-    """Whether a request has been in a step, in how many trials a replica died, and the length of its log then: compute → the compute that claims it.
+    """Whether a request has been in a step, in how many trials a replica died, and the length of
+    its log then: compute → the compute that claims it.
     Lives an hour; deleted with the request's end."""
     return f"attempts:{request_id}"
 
@@ -183,7 +210,8 @@ def replica_key(stage: str, replica_id: str) -> str:
 
 
 def served_key(stage: str, model: str) -> str:
-    """The last replica of that stage of the model, as it announced itself: gateways and jobs that wait for replicas → the same, tokenizers. Lives 30 days
+    """The last replica of that stage of the model, as it announced itself: gateways and jobs that
+    wait for replicas → the same, tokenizers. Lives 30 days
     past that replica."""
     return f"served:{stage}:{model}"
 
@@ -194,41 +222,50 @@ def file_key(file_id: str) -> str:
 
 
 def files_key(owner: str) -> str:
-    """An owner's files by their age: a sorted set. A process that finds a name without a file removes it. Lives 30 days past
+    """An owner's files by their age: a sorted set. A process that finds a name without a file
+    removes it. Lives 30 days past
     the last file."""
     return f"files:{owner}"
 
 
 def uploads_key(owner: str) -> str:
-    """An owner's files that are being stored: a sorted set of "<file id>/<bytes>" by the time when their room is given up. Written by gateways.
+    """An owner's files that are being stored: a sorted set of "<file id>/<bytes>" by the time when
+    their room is given up. Written by gateways.
     Lives 11 minutes past the last upload."""
     return f"uploads:{owner}"
 
 
 def module_set_key(owner: str, set_id: str) -> str:
-    """A set of prompt modules, a hash: what it is, and each module's tokens. Gateway → gateway, jobs. Lives 30 days past its last use."""
+    """A set of prompt modules, a hash: what it is, and each module's tokens. Gateway → gateway,
+    jobs. Lives 30 days past its last use.
+    """
     return f"module-set:{owner}/{set_id}"
 
 
 def module_sets_key(owner: str) -> str:
-    """An owner's sets of prompt modules: a sorted set of "<bytes>/<set>" by the time of their last use; gateway, jobs. Lives 30 days past the last use."""
+    """An owner's sets of prompt modules: a sorted set of "<bytes>/<set>" by the time of their last
+    use; gateway, jobs. Lives 30 days past the last use.
+    """
     return f"module-sets:{owner}"
 
 
 def images_key(response_id: str) -> str:
-    """The files of the images in a response's requests: a hash by their digests. Gateway, jobs → compute. Deleted when the response ends; lives 7 days at
+    """The files of the images in a response's requests: a hash by their digests. Gateway, jobs →
+    compute. Deleted when the response ends; lives 7 days at
     most, and 10 minutes until it is submitted."""
     return f"images:{response_id}"
 
 
 def wanted_images_key(fingerprint: str) -> str:
-    """The images that compute replicas wait for, a list of EncodeImage messages: compute → any encoder with that fingerprint. Lives 10 minutes past the last
+    """The images that compute replicas wait for, a list of EncodeImage messages: compute → any
+    encoder with that fingerprint. Lives 10 minutes past the last
     one."""
     return f"images-wanted:{fingerprint}"
 
 
 def embeddings_key(fingerprint: str, image_key: str, response_id: str = "") -> str:
-    """Embeddings of an image; with the response that asked, why it gets none: encoder → compute. Lives a minute past its encoding, and seconds past its
+    """Embeddings of an image; with the response that asked, why it gets none: encoder → compute.
+    Lives a minute past its encoding, and seconds past its
     reading."""
     return f"embeddings:{fingerprint}/{image_key}" + (f"/{response_id}" if response_id else "")
 

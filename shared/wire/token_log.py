@@ -52,22 +52,42 @@ def log_entry(event: TokenEvent) -> LogEntry:
     return LogEntry(event, encode(event))
 
 
-def write_step(pipe: Pipeline, model: str, entries: Sequence[LogEntry], messages: Sequence[tuple[DirectStream, Any]]) -> None:
+def write_step(
+    pipe: Pipeline, model: str, entries: Sequence[LogEntry], messages: Sequence[tuple[DirectStream, Any]]
+) -> None:
     """Queue one step: append the entries to their logs and, unless one of them is refused, send the
     messages in order. write_step.lua says what is returned."""
-    logs = [[each.event.request_id, each.event.position, each.payload, each.event.finish_reason is not None] for each in entries]
+    logs = [
+        [each.event.request_id, each.event.position, each.payload, each.event.finish_reason is not None]
+        for each in entries
+    ]
     sent = [[stream.key, encode(message)] for stream, message in messages]
     WRITE_STEP.call(pipe, [inflight_key(model)], packed([logs, sent]))
 
 
-def end_request(pipe: Pipeline, model: str, request_id: str, gateway_id: str | None, *, error: RequestError | None = None, num_prompt_tokens: int = 0) -> None:
+def end_request(
+    pipe: Pipeline,
+    model: str,
+    request_id: str,
+    gateway_id: str | None,
+    *,
+    error: RequestError | None = None,
+    num_prompt_tokens: int = 0,
+) -> None:
     """End a request that will get no more tokens: with `error`, or as cancelled without one. A log
     that has an end keeps it. Safe to repeat."""
     reason: FinishReason = "error" if error else "cancelled"
-    write_end(pipe, model, TokenEvent(request_id, 0, None, "", num_prompt_tokens=num_prompt_tokens, finish_reason=reason, error=error), gateway_id)
+    write_end(
+        pipe,
+        model,
+        TokenEvent(request_id, 0, None, "", num_prompt_tokens=num_prompt_tokens, finish_reason=reason, error=error),
+        gateway_id,
+    )
 
 
-def write_end(pipe: Pipeline, model: str, event: TokenEvent, gateway_id: str | None, moments: tuple[Moments, ...] = ()) -> None:
+def write_end(
+    pipe: Pipeline, model: str, event: TokenEvent, gateway_id: str | None, moments: tuple[Moments, ...] = ()
+) -> None:
     """Queue an end without a token. Its position is the log's, whatever the event says. A log that
     has an end keeps it. Safe to repeat.
 
@@ -139,7 +159,9 @@ def parse_log(entries: Any, after_position: int = 0) -> list[TokenEvent]:
         event = decode_entry(entry_id, values[MESSAGE])
         position += event.token_id is not None
         if event.position != position:
-            raise Lost(f"the token log has a gap: position {event.position} follows {position - (event.token_id is not None)}")
+            raise Lost(
+                f"the token log has a gap: position {event.position} follows {position - (event.token_id is not None)}"
+            )
         found.append(event)
         if event.finish_reason is not None:
             break

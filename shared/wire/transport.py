@@ -36,7 +36,8 @@ REFUSALS = (
     | redis.exceptions.ClusterDownError
 )
 TEMPORARY = re.compile(
-    r"\b(LOADING|READONLY|NOREPLICAS|MISCONF|OOM|MASTERDOWN|NOGROUP|UNBLOCKED|NOSCRIPT|TRYAGAIN|CLUSTERDOWN|BUSY)\b|non local key"
+    r"\b(LOADING|READONLY|NOREPLICAS|MISCONF|OOM|MASTERDOWN|NOGROUP|UNBLOCKED|NOSCRIPT|TRYAGAIN|CLUSTERDOWN|BUSY)\b"
+    r"|non local key"
 )  # also within a script's error. A key is not local while its slot moves
 NO_GROUP = re.compile(r"\b(NOGROUP|UNBLOCKED)\b")
 FIRST_RETRY_S, LONGEST_RETRY_S = 0.05, 2.0
@@ -61,13 +62,21 @@ def connect(url: str, timeout_s: float = REPLY_TIMEOUT_S) -> "redis.Redis":
 
 def pool_of(url: str, timeout_s: float, in_cluster: type[SentinelManagedConnection]) -> "redis.ConnectionPool":
     """Connections to the Redis of a URL. in_cluster: their class if it is a cluster."""
-    options: dict[str, Any] = {"retry": Retry(NoBackoff(), 0), "socket_connect_timeout": min(5.0, timeout_s), "socket_timeout": timeout_s}
+    options: dict[str, Any] = {
+        "retry": Retry(NoBackoff(), 0),
+        "socket_connect_timeout": min(5.0, timeout_s),
+        "socket_timeout": timeout_s,
+    }
     try:
         if (named := parse_named(url)) is None:
             return redis.ConnectionPool.from_url(url, **options)
     except ValueError as error:
         raise StartupError(f"PENSTOCK_REDIS_URL is not a Redis URL: {wrong_url(url, error)}") from None
-    asked = Nodes(named) if named.cell else Sentinel(named.addresses, sentinel_kwargs=named.own_options | {"retry": Retry(NoBackoff(), 0)})  # type: ignore[no-untyped-call]
+    asked = (
+        Nodes(named)
+        if named.cell
+        else Sentinel(named.addresses, sentinel_kwargs=named.own_options | {"retry": Retry(NoBackoff(), 0)})  # type: ignore[no-untyped-call]
+    )
     kind = in_cluster if named.cell else SentinelManagedConnection
     if named.has_tls:
         kind = type(kind.__name__, (kind, redis.SSLConnection), {})
@@ -86,7 +95,11 @@ class Backoff:
     def failed(self, error: BaseException) -> float:
         """Seconds to wait before the next try."""
         self.problem = f"{type(error).__name__}: {reason_of(error)}"[:200]
-        delay_s, self._delay_s, self.failed_at = self._delay_s, min(self._delay_s * 2, LONGEST_RETRY_S), time.monotonic()
+        delay_s, self._delay_s, self.failed_at = (
+            self._delay_s,
+            min(self._delay_s * 2, LONGEST_RETRY_S),
+            time.monotonic(),
+        )
         if self.failed_at - self._warned_at > WARN_EVERY_S:
             self._warned_at = self.failed_at
             log.warning("redis can't serve, trying again", error=self.problem)

@@ -29,13 +29,18 @@ def main() -> int:
     parser.add_argument("--picture", type=Path, help="where the moving picture of a kill goes; instead of the checks")
     arguments = parser.parse_args()
     if not shutil.which("chromium") or not shutil.which("chromedriver"):
-        print("make verify SUITE=browser needs Chromium and its driver: apt install chromium chromium-driver", file=sys.stderr)
+        print(
+            "make verify SUITE=browser needs Chromium and its driver: apt install chromium chromium-driver",
+            file=sys.stderr,
+        )
         return 1
     if arguments.picture is not None:
         with tempfile.TemporaryDirectory() as folder:
             record(arguments.picture, Path(folder))
         return 0
-    found: dict[str, Callable[[Page], None]] = {name: value for name, value in (vars(checks) | vars(looks)).items() if getattr(value, "is_check", False)}
+    found: dict[str, Callable[[Page], None]] = {
+        name: value for name, value in (vars(checks) | vars(looks)).items() if getattr(value, "is_check", False)
+    }
     if unknown := sorted(set(arguments.names) - set(found)):
         print(f"no check {', '.join(unknown)}; there are {', '.join(found)}", file=sys.stderr)
         return 1
@@ -57,13 +62,18 @@ def run(chosen: dict[str, Callable[[Page], None]], folder: Path, screenshots: Pa
         make_vision_model(Path(model), shape="tiny-smolvlm", text="demo", dtype="bfloat16", seed=0)
     up = Up(folder, "--samplers", "2", "--chaos-demo", model=model, timeout_s=180)
     try:
-        return sum(not passes(name, check, up.url, screenshots, "tiny-eye" if sees else "penstock-demo") for name, check in chosen.items())
+        return sum(
+            not passes(name, check, up.url, screenshots, "tiny-eye" if sees else "penstock-demo")
+            for name, check in chosen.items()
+        )
     finally:
         up.end()
 
 
 def passes(name: str, check: Callable[[Page], None], url: str, screenshots: Path | None, model: str) -> bool:
-    """Whether it holds, in a browser of its own that has seen nothing yet, and the browser had nothing to complain of."""
+    """Whether it holds, in a browser of its own that has seen nothing yet, and the browser had
+    nothing to complain of.
+    """
     driver = open_browser()
     started_at = time.monotonic()
     try:

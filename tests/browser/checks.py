@@ -15,8 +15,10 @@ LONG: dict[str, Any] = {"max_tokens": 500, "ignore_eos": True, "seed": 7, "tempe
 LONGEST = LONG | {"max_tokens": 900}
 
 HOSTILE = (
-    "<img src=x onerror=\"document.title='hacked'\"> <script>document.title='hacked'</script> [a](javascript:document.title='hacked') "
-    "[b](data:text/html,x) ![c](http://evil.example/c.png) <iframe src=//evil.example></iframe>\n\n```html\n<script>document.title='hacked'</script>\n```\n"
+    "<img src=x onerror=\"document.title='hacked'\"> <script>document.title='hacked'</script> "
+    "[a](javascript:document.title='hacked') "
+    "[b](data:text/html,x) ![c](http://evil.example/c.png) <iframe "
+    "src=//evil.example></iframe>\n\n```html\n<script>document.title='hacked'</script>\n```\n"
 )
 
 # Without double quotes, which JSON writes in another way
@@ -24,15 +26,22 @@ PAYLOADS = [
     "<img src=x onerror=document.title='hacked'>",
     "</pre></code><script>document.title='hacked'</script>",
     "<svg/onload=document.title='hacked'><math><mi xlink:href=javascript:hacked=1>x</mi></math>",
-    "[a](javascript:document.title='hacked') [b](JaVaScRiPt:hacked=1) [c](data:text/html,<script>hacked=1</script>) <javascript:hacked=1>",
+    "[a](javascript:document.title='hacked') [b](JaVaScRiPt:hacked=1) [c](data:text/html,<script>hacked=1</script>) "
+    "<javascript:hacked=1>",
     "![x](x onerror=hacked=1) ![y](https://evil.example/y.png) [z](https://evil.example/' onmouseover='hacked=1)",
-    "<iframe srcdoc=<script>parent.document.title='hacked'</script>></iframe><object data=data:text/html,x></object><base href=//evil.example>",
-    "`</code><img src=x onerror=hacked=1>` **<b onclick=hacked=1>x</b>** &lt;img src=x onerror=hacked=1&gt; &#60;script&#62;hacked=1&#60;/script&#62;",
-    "<a href=&#106;avascript:hacked=1>x</a><form action=javascript:hacked=1><button>x</button></form><meta http-equiv=refresh content=0;url=//evil.example>",
+    "<iframe srcdoc=<script>parent.document.title='hacked'</script>></iframe><object "
+    "data=data:text/html,x></object><base href=//evil.example>",
+    "`</code><img src=x onerror=hacked=1>` **<b onclick=hacked=1>x</b>** &lt;img src=x onerror=hacked=1&gt; "
+    "&#60;script&#62;hacked=1&#60;/script&#62;",
+    "<a href=&#106;avascript:hacked=1>x</a><form action=javascript:hacked=1><button>x</button></form><meta "
+    "http-equiv=refresh content=0;url=//evil.example>",
 ]
 
 # Elements that the page itself never makes there; forms and drawings it makes, but not in what was written
-MADE = ".message :is(img, script, iframe, object, embed, base, meta, style, math, video), :is(.markdown, .call pre) :is(form, svg)"
+MADE = (
+    ".message :is(img, script, iframe, object, embed, base, meta, style, math, video), :is(.markdown, .call pre) "
+    ":is(form, svg)"
+)
 
 
 def check(function: Callable[[Page], None]) -> Callable[[Page], None]:
@@ -67,8 +76,14 @@ def plain(text: str) -> str:
 def same_text(shown: str, wanted: str) -> None:
     """Up to what markdown takes. Says where they part."""
     one, other = plain(shown), plain(wanted)
-    at = next((number for number, (mine, its) in enumerate(zip(one, other, strict=False)) if mine != its), min(len(one), len(other)))
-    assert one == other, f"after {at} of {len(one)} and {len(other)} letters: {one[max(0, at - 40) : at + 40]!r}, {other[max(0, at - 40) : at + 40]!r}"
+    at = next(
+        (number for number, (mine, its) in enumerate(zip(one, other, strict=False)) if mine != its),
+        min(len(one), len(other)),
+    )
+    assert one == other, (
+        f"after {at} of {len(one)} and {len(other)} letters: {one[max(0, at - 40) : at + 40]!r}, "
+        f"{other[max(0, at - 40) : at + 40]!r}"
+    )
 
 
 @check
@@ -97,7 +112,9 @@ def messages_are_edited_and_regenerated_without_loss(page: Page) -> None:
     page.one('.is-user [aria-label="Edit"]').click()
     page.one(".edit-text").clear()
     page.one(".edit-text").send_keys("How does a turbine work?", Keys.CONTROL, Keys.ENTER)
-    page.wait("the edited question has its answer", lambda: "2 / 2" in page.text(".is-user .versions") and page.answer())
+    page.wait(
+        "the edited question has its answer", lambda: "2 / 2" in page.text(".is-user .versions") and page.answer()
+    )
     assert not page.answer().startswith(ANSWER)
     page.one('.is-user [aria-label="Previous version"]').click()
     assert page.answer().startswith(ANSWER)
@@ -108,7 +125,9 @@ def tokens_show_their_alternatives_to_mouse_and_keyboard(page: Page) -> None:
     enter(page, temperature=0, logprobs=True, top_logprobs=3)
     page.say(QUESTION)
     page.wait("tokens", lambda: page.answer() is not None and page.all(".token[data-index]"))
-    assert "".join(page.run("return [...document.querySelectorAll('.token[data-index]')].map(each => each.textContent)")).startswith(ANSWER)
+    assert "".join(
+        page.run("return [...document.querySelectorAll('.token[data-index]')].map(each => each.textContent)")
+    ).startswith(ANSWER)
     page.run("document.querySelector('.tokens').focus()")
     page.press(Keys.ARROW_RIGHT)
     page.press(Keys.ARROW_RIGHT)
@@ -121,12 +140,29 @@ def tokens_show_their_alternatives_to_mouse_and_keyboard(page: Page) -> None:
 def schemas_and_tools_reach_the_model(page: Page) -> None:
     enter(page, max_tokens=300)  # a schema allows 64 spaces between two parts of the text, and the demo likes them
     page.set("setting-format", "json_schema")
-    page.set("setting-schema", json.dumps({"type": "object", "properties": {"ok": {"type": "boolean"}}, "required": ["ok"], "additionalProperties": False}))
+    page.set(
+        "setting-schema",
+        json.dumps(
+            {
+                "type": "object",
+                "properties": {"ok": {"type": "boolean"}},
+                "required": ["ok"],
+                "additionalProperties": False,
+            }
+        ),
+    )
     page.say(QUESTION)
     assert isinstance(json.loads(page.answer())["ok"], bool)
     page.set("setting-format", "text")
-    parameters = {"type": "object", "properties": {"n": {"enum": [1, 2]}}, "required": ["n"], "additionalProperties": False}
-    page.set("setting-tools", json.dumps([{"type": "function", "function": {"name": "roll", "parameters": parameters}}]))
+    parameters = {
+        "type": "object",
+        "properties": {"n": {"enum": [1, 2]}},
+        "required": ["n"],
+        "additionalProperties": False,
+    }
+    page.set(
+        "setting-tools", json.dumps([{"type": "function", "function": {"name": "roll", "parameters": parameters}}])
+    )
     page.set("setting-toolChoice", "roll")
     page.say("Roll a die")
     page.wait("a call", lambda: page.all(".call-answer textarea"))
@@ -141,7 +177,11 @@ def schemas_and_tools_reach_the_model(page: Page) -> None:
 def what_is_entered_wrongly_is_said_at_its_field(page: Page) -> None:
     place = "return document.querySelector('#parameter-temperature + input').value"
     enter(page, temperature="0.3")
-    for wrong, problem, slider in (("warm", "warm is no number", "0.3"), ("0.3.", "0.3. is no number", "0.3"), ("5000", "from 0 to 100", "2")):
+    for wrong, problem, slider in (
+        ("warm", "warm is no number", "0.3"),
+        ("0.3.", "0.3. is no number", "0.3"),
+        ("5000", "from 0 to 100", "2"),
+    ):
         enter(page, temperature=wrong)
         assert (page.text("#parameter-temperature-problem"), page.run(place)) == (f"Temperature: {problem}", slider)
     enter(page, temperature="warm")
@@ -151,7 +191,9 @@ def what_is_entered_wrongly_is_said_at_its_field(page: Page) -> None:
     notice, rest = page.one(".notice").rect, page.one("#panes").rect
     assert notice["y"] + notice["height"] <= rest["y"], "a notice covers nothing"
     enter(page, temperature="", logit_bias="{")
-    assert "not valid JSON" in page.one("#parameter-logit_bias").find_element("xpath", "../p[contains(@class, 'problem')]").get_attribute("textContent")
+    assert "not valid JSON" in page.one("#parameter-logit_bias").find_element(
+        "xpath", "../p[contains(@class, 'problem')]"
+    ).get_attribute("textContent")
 
 
 @check
@@ -205,14 +247,19 @@ def hostile_text_stays_text(page: Page) -> None:
     assert page.driver.title == "Penstock"
     assert page.run("return document.querySelectorAll('.hostile :is(img, script, iframe)').length") == 0
     assert page.run("return [...document.querySelectorAll('.hostile a')].map(each => each.protocol)") == ["http:"]
-    refused = page.run("try { document.body.innerHTML = '<b>x</b>'; return false; } catch (error) { return error instanceof TypeError; }")
+    refused = page.run(
+        "try { document.body.innerHTML = '<b>x</b>'; return false; } catch (error) { return error instanceof "
+        "TypeError; }"
+    )
     assert refused, "the policy lets innerHTML through"
     page.driver.get_log("browser")  # that refusal is in it
 
 
 @check
 def what_the_model_writes_stays_text(page: Page) -> None:
-    """The model itself writes each payload, since a schema leaves it nothing else: streamed in pieces, as an answer, as a call and its name, and read again."""
+    """The model itself writes each payload, since a schema leaves it nothing else: streamed in
+    pieces, as an answer, as a call and its name, and read again.
+    """
     enter(page, max_tokens=400, temperature=0)
     for payload in PAYLOADS:
         page.set("setting-format", "json_schema")
@@ -222,7 +269,12 @@ def what_the_model_writes_stays_text(page: Page) -> None:
         check_harmless(page, payload)
         page.one(".new-chat").click()  # the demo's window is short
     page.set("setting-format", "text")
-    page.set("setting-tools", json.dumps([{"type": "function", "function": {"name": "show", "parameters": only({"html": {"enum": PAYLOADS[:2]}})}}]))
+    page.set(
+        "setting-tools",
+        json.dumps(
+            [{"type": "function", "function": {"name": "show", "parameters": only({"html": {"enum": PAYLOADS[:2]}})}}]
+        ),
+    )
     page.set("setting-toolChoice", "show")
     page.say("Show it")
     page.wait("a call", lambda: page.all(".call-answer textarea"))
@@ -245,7 +297,10 @@ def check_harmless(page: Page, what: str) -> None:
     assert made == [], (what, made)
     links = page.run("return [...document.querySelectorAll('.message a')].map(each => each.protocol)")
     assert set(links) <= {"http:", "https:"}, (what, links)
-    handlers = page.run("return [...document.querySelectorAll('.message *')].flatMap(each => each.getAttributeNames()).filter(each => each.startsWith('on'))")
+    handlers = page.run(
+        "return [...document.querySelectorAll('.message *')].flatMap(each => each.getAttributeNames()).filter(each => "
+        "each.startsWith('on'))"
+    )
     assert handlers == [], (what, handlers)
 
 
@@ -264,14 +319,15 @@ def the_keyboard_suffices(page: Page) -> None:
     assert page.one("#pipeline").is_displayed()
     unnamed = page.run(
         """return [...document.querySelectorAll("button, input, select, textarea")]
-        .filter(each => !(each.ariaLabel || each.textContent.trim() || each.labels?.length)).map(each => each.outerHTML)"""
+        .filter(each => !(each.ariaLabel || each.textContent.trim() || each.labels?.length)).map(each => each.outerHTML)"""  # noqa: E501
     )
     assert unnamed == [], unnamed
 
 
 @check
 def the_text_goes_on_when_replicas_are_killed(page: Page) -> None:
-    """Compute, then a sampler, then the gateway itself, under one answer; which is the one without kills. Each is mended before the next: a gateway that
+    """Compute, then a sampler, then the gateway itself, under one answer; which is the one without
+    kills. Each is mended before the next: a gateway that
     comes later has not seen what was before."""
     wanted = reference(page, **LONGEST)
     enter(page, **LONGEST)
@@ -285,7 +341,10 @@ def the_text_goes_on_when_replicas_are_killed(page: Page) -> None:
         page.run("document.querySelector(arguments[0]).click()", button)
         page.wait(f"{stage} was killed", lambda stage=stage: re.search(rf"{stage} \w+ was killed", page.text(".news")))
         if stage == "compute":
-            page.wait("the timeline tells of it", lambda: page.all(".recent-request .of-lost") and "goes on at compute" in page.text(".news"))
+            page.wait(
+                "the timeline tells of it",
+                lambda: page.all(".recent-request .of-lost") and "goes on at compute" in page.text(".news"),
+            )
     same_text(page.answer(), wanted)
     assert "resumed at token" in page.text(".note")
 
@@ -314,7 +373,7 @@ canvas.toBlob(blob => {
   target.dispatchEvent(event);
   setTimeout(done, 200);
 }, "image/png");
-"""
+"""  # noqa: E501
 
 
 @seeing
@@ -332,7 +391,9 @@ def images_are_dropped_and_pasted_shown_and_kept(page: Page) -> None:
     page.driver.execute_async_script("setTimeout(arguments[0], 1200)")
     page.open()
     page.wait("the image is there after a reload", lambda: len(page.all(".message.is-user .picture")) == 1)
-    size = page.run("const image = document.querySelector('.message .picture'); return [image.naturalWidth, image.naturalHeight]")
+    size = page.run(
+        "const image = document.querySelector('.message .picture'); return [image.naturalWidth, image.naturalHeight]"
+    )
     assert size == [320, 200]
     page.one(".message.is-user [aria-label='Edit']").click()
     page.one(".edit-text").send_keys(" Say it in one word.")

@@ -10,12 +10,22 @@ from selenium.webdriver.common.keys import Keys
 from tests.waiting import wait_until
 
 TIMEOUT_S = 120.0
-EXPECTED = ("Failed to load resource", "net::ERR_")  # what the browser says of connections that a check cuts, and of processes that it kills
+EXPECTED = (
+    "Failed to load resource",
+    "net::ERR_",
+)  # what the browser says of connections that a check cuts, and of processes that it kills
 
 
 def open_browser(width: int = 1440, height: int = 900) -> Any:
     options = webdriver.ChromeOptions()
-    arguments = ("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-proxy-server", f"--window-size={width},{height}")
+    arguments = (
+        "--headless=new",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--disable-dev-shm-usage",
+        "--no-proxy-server",
+        f"--window-size={width},{height}",
+    )
     for argument in arguments:
         options.add_argument(argument)
     options.binary_location = shutil.which("chromium") or ""
@@ -53,7 +63,9 @@ class Page:
 
     def text(self, selector: str) -> str:
         """All that the elements say, seen or not."""
-        said: str = self.run("return [...document.querySelectorAll(arguments[0])].map(each => each.textContent).join('\\n')", selector)
+        said: str = self.run(
+            "return [...document.querySelectorAll(arguments[0])].map(each => each.textContent).join('\\n')", selector
+        )
         return said
 
     def press(self, *keys: str) -> None:
@@ -71,9 +83,10 @@ class Page:
         self.run(
             """const input = document.getElementById(arguments[0]);
             if (input.type === "checkbox") { input.checked = arguments[1]; input.dispatchEvent(new Event("change")); }
-            else { input.value = arguments[1]; input.dispatchEvent(new Event(input.tagName === "SELECT" ? "change" : "input")); }""",
-            field, value,
-        )  # fmt: skip
+            else { input.value = arguments[1]; input.dispatchEvent(new Event(input.tagName === "SELECT" ? "change" : "input")); }""",  # noqa: E501
+            field,
+            value,
+        )
 
     def answer(self) -> str:
         """The last answer's text, as it is stored, complete."""
@@ -83,5 +96,7 @@ class Page:
     def complaints(self) -> list[str]:
         """Errors in the browser's console, violations of the policy among them."""
         return [
-            each["message"] for each in self.driver.get_log("browser") if each["level"] == "SEVERE" and not any(said in each["message"] for said in EXPECTED)
+            each["message"]
+            for each in self.driver.get_log("browser")
+            if each["level"] == "SEVERE" and not any(said in each["message"] for said in EXPECTED)
         ]

@@ -1,6 +1,8 @@
-"""The moving picture on the README: a stream of the default model in the playground, compute killed under it, and the text that comes out all the same.
+"""The moving picture on the README: a stream of the default model in the playground, compute killed
+under it, and the text that comes out all the same.
 
-The text is compared with that of an undisturbed run, by the API; only then is the picture written. Its time runs faster where the machine was slow: the last
+The text is compared with that of an undisturbed run, by the API; only then is the picture written.
+Its time runs faster where the machine was slow: the last
 frame says how many times.
 """
 
@@ -37,7 +39,9 @@ BUTTON = f"{STAGE} .replica:not(.is-killed) .kill:not([hidden])"
 
 
 def record(path: Path, folder: Path) -> None:
-    """Write the picture. folder: for the pipeline's data. Raises AssertionError if the texts differ or the picture is too large."""
+    """Write the picture. folder: for the pipeline's data. Raises AssertionError if the texts differ
+    or the picture is too large.
+    """
     up = Up(folder, "--chaos-demo", "--jobs", "0", model=MODEL, num_threads=0, timeout_s=600)
     driver = open_browser(*WINDOW)
     try:
@@ -57,13 +61,20 @@ def record(path: Path, folder: Path) -> None:
 
 
 def play(page: Page, wanted: str) -> tuple[list[tuple[Image.Image, str]], float]:
-    """The pictures of one answer during which compute is killed, each with what is happening, and how many seconds it took."""
+    """The pictures of one answer during which compute is killed, each with what is happening, and
+    how many seconds it took.
+    """
     enter(page, **PARAMETERS)
     page.run("document.querySelectorAll('.tabs button')[1].click()")
     page.wait("compute may be killed", lambda: page.all(BUTTON))
     page.say(QUESTION)
     page.wait("the answer begins", lambda: page.text(".message:last-child .markdown").strip())
-    found, said, is_killed, began_at = [], "The answer streams. Its tokens are in a log in Redis.", False, time.monotonic()
+    found, said, is_killed, began_at = (
+        [],
+        "The answer streams. Its tokens are in a log in Redis.",
+        False,
+        time.monotonic(),
+    )
     while page.all(".message.is-running"):
         page.run("document.querySelector(arguments[0]).scrollIntoView({block: 'center'})", STAGE)
         length = len(page.text(".message:last-child .markdown"))

@@ -63,29 +63,55 @@ async def run(options: Options, faults: list[Fault], folder: Path) -> int:
     headers = {"Authorization": f"Bearer {cluster.make_key('load')}"} if "keys" in needs else {}
     history = History(options.history or folder / HISTORY)
     bounds = dict.fromkeys(STAGES, options.rss_tolerance_mib) | {"redis": options.redis_tolerance_mib}
-    history.write("run", seed=options.seed, arguments=options.arguments, most_pause_s=options.max_pause_s, most_growth_mib=bounds)
+    history.write(
+        "run", seed=options.seed, arguments=options.arguments, most_pause_s=options.max_pause_s, most_growth_mib=bounds
+    )
     started, tasks = time.monotonic(), []
     try:
         await cluster.start()
         tasks = [asyncio.create_task(cluster.supervise()), asyncio.create_task(sample_memory(cluster, history))]
         sees = open_model(options.model).vision is not None
-        specs = make_specs(await served_model(cluster, headers), options.seed, await module_set(cluster, headers), sees=sees)
+        specs = make_specs(
+            await served_model(cluster, headers), options.seed, await module_set(cluster, headers), sees=sees
+        )
         load = Load(cluster, specs, history, options.seed, headers)
         ready_s = time.monotonic() - started
         await load.learn()
-        print(f"ready after {ready_s:.1f} s; {len(load.specs)} answers learned after {time.monotonic() - started:.1f} s", flush=True)
+        print(
+            f"ready after {ready_s:.1f} s; {len(load.specs)} answers learned after {time.monotonic() - started:.1f} s",
+            flush=True,
+        )
         rounds = Rounds(Arena(cluster, store, load, history), options, faults, Checks(cluster))
         await go_round(rounds, options)
         num_idle = await settled_consumers(rounds.checks)
         history.judge.close()
         print(f"\n{report(history.judge)}\nidle consumers of dead replicas: {num_idle}", flush=True)
         print(rounds.checks.told_drafts(), flush=True)
-        print(f"{cluster.num_restarts} restarts, {store.num_starts - 1} of Redis; {time.monotonic() - started:.0f} s\n", flush=True)
+        print(
+            f"{cluster.num_restarts} restarts, {store.num_starts - 1} of Redis; {time.monotonic() - started:.0f} s\n",
+            flush=True,
+        )
         tally = history.judge.tally
-        print(f"{history.num_faults} faults, of which {2 * rounds.num_pairs} began two at once, in different processes", flush=True)
-        print(f"{'ok' if not tally.wrong else f'{len(tally.wrong)} WRONG'}; again with: make verify SUITE=chaos ARGS='{options.arguments}'", flush=True)
+        print(
+            f"{history.num_faults} faults, of which {2 * rounds.num_pairs} began two at once, in different processes",
+            flush=True,
+        )
+        print(
+            f"{'ok' if not tally.wrong else f'{len(tally.wrong)} WRONG'}; again with: make verify SUITE=chaos "
+            f"ARGS='{options.arguments}'",
+            flush=True,
+        )
         seconds = round(time.monotonic() - started, 1)
-        print(document(history.judge, rounds=rounds.number, seconds=seconds, restarts=cluster.num_restarts, pairs=rounds.num_pairs, idle_consumers=num_idle))
+        print(
+            document(
+                history.judge,
+                rounds=rounds.number,
+                seconds=seconds,
+                restarts=cluster.num_restarts,
+                pairs=rounds.num_pairs,
+                idle_consumers=num_idle,
+            )
+        )
         return 1 if tally.wrong else 0
     finally:
         for task in tasks:
@@ -115,7 +141,11 @@ async def served_model(cluster: Cluster, headers: dict[str, str]) -> str:
 
 async def module_set(cluster: Cluster, headers: dict[str, str]) -> str:
     async with httpx.AsyncClient(timeout=60, trust_env=False) as http:
-        reply = await http.post(f"http://127.0.0.1:{cluster.of('gateway')[0].port}/v1/prompt_modules", headers=headers, json={"modules": MODULES})
+        reply = await http.post(
+            f"http://127.0.0.1:{cluster.of('gateway')[0].port}/v1/prompt_modules",
+            headers=headers,
+            json={"modules": MODULES},
+        )
     return str(reply.json()["id"])
 
 
@@ -138,7 +168,13 @@ def main() -> int:
     options = parse(sys.argv[1:])
     try:
         faults = (
-            [] if options.soak else choose(options.only, options.excluded, ("long",) if options.long else ("always", "more") if options.more else ("always",))
+            []
+            if options.soak
+            else choose(
+                options.only,
+                options.excluded,
+                ("long",) if options.long else ("always", "more") if options.more else ("always",),
+            )
         )
     except ValueError as error:
         print(f"python -m tests.chaos: {error}", file=sys.stderr)

@@ -1,6 +1,7 @@
 """An answer as it grows, event by event, and how it differs from the one that is known.
 
-The known answer says how much text each sequence has at each position, so that a token that comes twice or never shows where it
+The known answer says how much text each sequence has at each position, so that a token that comes
+twice or never shows where it
 happens, and not only at the end.
 """
 
@@ -73,7 +74,9 @@ class Answer:
             choice = self.choices[index]
             has_text = bool(piece_text(piece))
             if has_text and now[index] == before[index]:
-                raise Wrong("doubled", f"text at position {now[index]} of choice {index} a second time: {piece_text(piece)!r}")
+                raise Wrong(
+                    "doubled", f"text at position {now[index]} of choice {index} a second time: {piece_text(piece)!r}"
+                )
             choice.add(piece)
             if known is None:
                 choice.lengths[now[index]] = len(choice.text)
@@ -112,17 +115,27 @@ class Answer:
             self.choices[piece["index"]].add(piece)
 
     def compare(self, known: "Answer", *, was_resumed: bool) -> None:
-        """Raises Wrong unless this is the known answer. A resumed stream need not repeat how a sequence ended before."""
+        """Raises Wrong unless this is the known answer. A resumed stream need not repeat how a
+        sequence ended before.
+        """
         for index, (choice, right) in enumerate(zip(self.choices, known.choices, strict=True)):
             if choice.text != right.text:
                 raise Wrong(difference(choice.text, right.text), f"choice {index}: {show(choice.text, right.text)}")
             if choice.num_ends > 1 and not was_resumed:
                 raise Wrong("doubled", f"choice {index}: ended {choice.num_ends} times")
             if choice.finish_reason != right.finish_reason and not (was_resumed and choice.finish_reason is None):
-                raise Wrong("different", f"choice {index}: finish_reason {choice.finish_reason}, not {right.finish_reason}")
+                raise Wrong(
+                    "different", f"choice {index}: finish_reason {choice.finish_reason}, not {right.finish_reason}"
+                )
             if choice.logprobs != right.logprobs:
-                at = next((at for at, (a, b) in enumerate(zip(choice.logprobs, right.logprobs, strict=False)) if a != b), -1)
-                pair = (choice.logprobs[at], right.logprobs[at]) if at >= 0 else (len(choice.logprobs), len(right.logprobs))
+                at = next(
+                    (at for at, (a, b) in enumerate(zip(choice.logprobs, right.logprobs, strict=False)) if a != b), -1
+                )
+                pair = (
+                    (choice.logprobs[at], right.logprobs[at])
+                    if at >= 0
+                    else (len(choice.logprobs), len(right.logprobs))
+                )
                 raise Wrong("different", f"choice {index}: logprob {at} is {pair[0]}, not {pair[1]}")
         counts = self.num_completion_tokens, known.num_completion_tokens
         if not was_resumed and None not in counts and counts[0] != counts[1]:
@@ -134,7 +147,10 @@ def check_prefix(right: Choice, choice: Choice, index: int, position: int) -> No
     expected = right.length_at(position)
     if choice.text == right.text[:expected]:
         return
-    raise Wrong(difference(choice.text, right.text[:expected]), f"choice {index} at position {position}: {show(choice.text, right.text[:expected])}")
+    raise Wrong(
+        difference(choice.text, right.text[:expected]),
+        f"choice {index} at position {position}: {show(choice.text, right.text[:expected])}",
+    )
 
 
 def piece_text(piece: dict[str, Any]) -> str:
@@ -169,4 +185,6 @@ def difference(text: str, right: str) -> str:
 
 def show(text: str, right: str) -> str:
     at = next((at for at, (a, b) in enumerate(zip(text, right, strict=False)) if a != b), min(len(text), len(right)))
-    return json.dumps({"same_characters": at, "got": text[at : at + 60], "known": right[at : at + 60]}, ensure_ascii=False)
+    return json.dumps(
+        {"same_characters": at, "got": text[at : at + 60], "known": right[at : at + 60]}, ensure_ascii=False
+    )

@@ -36,11 +36,25 @@ SAMPLE_EVERY_S = 0.5
 MIB = 1 << 20
 
 BAD: list[Any] = [
-    None, 7, "x", [], {}, {"custom_id": "a"}, {"custom_id": 7, "method": "POST", "url": "/v1/completions", "body": {}},
-    {"custom_id": "b", "method": "GET", "url": "/v1/completions", "body": {}}, {"custom_id": "c", "method": "POST", "url": "/v1/no", "body": {}},
-]  # fmt: skip
+    None,
+    7,
+    "x",
+    [],
+    {},
+    {"custom_id": "a"},
+    {"custom_id": 7, "method": "POST", "url": "/v1/completions", "body": {}},
+    {"custom_id": "b", "method": "GET", "url": "/v1/completions", "body": {}},
+    {"custom_id": "c", "method": "POST", "url": "/v1/no", "body": {}},
+]
 
-REFUSED: list[dict[str, Any]] = [{"max_tokens": -1}, {"temperature": "hot"}, {"n": 10**9}, {"mirostat": 2}, {"prompt": None}, {"logit_bias": {"x": 1}}]
+REFUSED: list[dict[str, Any]] = [
+    {"max_tokens": -1},
+    {"temperature": "hot"},
+    {"n": 10**9},
+    {"mirostat": 2},
+    {"prompt": None},
+    {"logit_bias": {"x": 1}},
+]
 
 
 def unreadable(number: int, rng: random.Random) -> str:
@@ -70,7 +84,9 @@ class Watch:
     def sizes(self) -> dict[str, float]:
         found = {}
         for name, process in self.processes.items():
-            found[name] = sum(float(each.memory_info().rss) for each in (process, *process.children(recursive=True))) / MIB
+            found[name] = (
+                sum(float(each.memory_info().rss) for each in (process, *process.children(recursive=True))) / MIB
+            )
         return found
 
     @contextmanager
@@ -100,7 +116,11 @@ class Watch:
 
 def run_batch(client: httpx.Client, content: bytes) -> dict[str, Any]:
     """The batch when it has ended."""
-    file = client.post("/v1/files", files={"file": ("lines.jsonl", content)}, data={"purpose": "batch"}).raise_for_status().json()
+    file = (
+        client.post("/v1/files", files={"file": ("lines.jsonl", content)}, data={"purpose": "batch"})
+        .raise_for_status()
+        .json()
+    )
     wanted = {"input_file_id": file["id"], "endpoint": "/v1/completions", "completion_window": "24h"}
     batch: dict[str, Any] = client.post("/v1/batches", json=wanted).raise_for_status().json()
     while batch["status"] not in ENDS:
@@ -112,7 +132,10 @@ def run_batch(client: httpx.Client, content: bytes) -> dict[str, Any]:
 def attack(deployment: Deployment, num_lines: int) -> tuple[dict[str, Any], list[str]]:
     """Both kinds, one after the other. Returns figures, and what is wrong."""
     rng, wrong, watch = random.Random(1), [], Watch(deployment)
-    kinds = [("unreadable", unreadable, num_lines), *(("refused", refused, min(MOST_LINES, num_lines - at)) for at in range(0, num_lines, MOST_LINES))]
+    kinds = [
+        ("unreadable", unreadable, num_lines),
+        *(("refused", refused, min(MOST_LINES, num_lines - at)) for at in range(0, num_lines, MOST_LINES)),
+    ]
     batches = []
     with httpx.Client(base_url=deployment.url(), trust_env=False, timeout=600) as client:
         for kind, make, count in kinds:
@@ -120,12 +143,26 @@ def attack(deployment: Deployment, num_lines: int) -> tuple[dict[str, Any], list
             began = time.monotonic()
             with watch.looking():
                 batch = run_batch(client, content)
-            seconds, counts, num_told = time.monotonic() - began, batch["request_counts"], len((batch["errors"] or {}).get("data", []))
+            seconds, counts, num_told = (
+                time.monotonic() - began,
+                batch["request_counts"],
+                len((batch["errors"] or {}).get("data", [])),
+            )
             print(
-                f"{kind:12}{count:>8} lines, {len(content) / MIB:.1f} MiB: {batch['status']} after {seconds:.1f} s, {counts}, {num_told} errors told",
+                f"{kind:12}{count:>8} lines, {len(content) / MIB:.1f} MiB: {batch['status']} after {seconds:.1f} s, "
+                f"{counts}, {num_told} errors told",
                 flush=True,
             )
-            batches.append({"kind": kind, "lines": count, "status": batch["status"], "seconds": round(seconds, 1), **counts, "errors_told": num_told})
+            batches.append(
+                {
+                    "kind": kind,
+                    "lines": count,
+                    "status": batch["status"],
+                    "seconds": round(seconds, 1),
+                    **counts,
+                    "errors_told": num_told,
+                }
+            )
             if seconds > SLOWEST_S + count / LINES_PER_S:
                 wrong.append(f"{kind}: {seconds:.0f} s")
             if batch["status"] != "failed" and counts["failed"] != count:
@@ -151,7 +188,10 @@ def main() -> int:
             figures, wrong = attack(deployment, args.lines)
         finally:
             deployment.stop()
-    print(f"memory at most {figures['growth_mib']} MiB above the beginning; slowest small request {figures['slowest_s']} s")
+    print(
+        f"memory at most {figures['growth_mib']} MiB above the beginning; slowest small request "
+        f"{figures['slowest_s']} s"
+    )
     for each in wrong:
         print(f"WRONG: {each}")
     print(json.dumps({"ok": not wrong, "wrong": wrong, **figures}))

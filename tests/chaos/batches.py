@@ -1,8 +1,12 @@
-"""Is every line of a batch answered once, with its own text, whoever is killed? Real processes, `kill -9` and SIGTERM drawn from a seed.
+"""Is every line of a batch answered once, with its own text, whoever is killed? Real processes,
+`kill -9` and SIGTERM drawn from a seed.
 
-Method: start a deployment with two workers, ask each of the prompts once over HTTP, without any fault; then have a batch of many lines with these prompts
-answered, while one process after the other is killed: workers, every stage, and Redis. A batch that ends before the kills are used up is followed by
-another. At the end every line must be there once, among the completed ones, with the text that was learned; no request may be left in the pipeline, and
+Method: start a deployment with two workers, ask each of the prompts once over HTTP, without any
+fault; then have a batch of many lines with these prompts
+answered, while one process after the other is killed: workers, every stage, and Redis. A batch that
+ends before the kills are used up is followed by
+another. At the end every line must be there once, among the completed ones, with the text that was
+learned; no request may be left in the pipeline, and
 no key without a TTL.
 
     python -m tests.chaos.batches [--lines 2000] [--kills 50] [--seed 7]
@@ -54,7 +58,9 @@ class Run:
     num_lines: int = 0
 
     def gateway(self) -> httpx.AsyncClient:
-        return httpx.AsyncClient(base_url=f"http://127.0.0.1:{self.cluster.of('gateway')[0].port}", timeout=20, trust_env=False)
+        return httpx.AsyncClient(
+            base_url=f"http://127.0.0.1:{self.cluster.of('gateway')[0].port}", timeout=20, trust_env=False
+        )
 
     async def call(self, method: str, path: str, **options: Any) -> httpx.Response:
         """An answer of the gateway, asked until it is alive."""
@@ -73,7 +79,13 @@ class Run:
 
 
 def body_of(model: str, number: int) -> Json:
-    return {"model": model, "prompt": f"Penstock, part {number % NUM_PROMPTS}:", "max_tokens": MAX_TOKENS, "temperature": 0.8, "seed": number % NUM_PROMPTS}
+    return {
+        "model": model,
+        "prompt": f"Penstock, part {number % NUM_PROMPTS}:",
+        "max_tokens": MAX_TOKENS,
+        "temperature": 0.8,
+        "seed": number % NUM_PROMPTS,
+    }
 
 
 async def learn(run: Run) -> None:
@@ -84,7 +96,9 @@ async def learn(run: Run) -> None:
 
 
 async def kill(run: Run, count: int) -> None:
-    """One process after the other: half of the time once all are back, on a machine however slow, and half of the time at once."""
+    """One process after the other: half of the time once all are back, on a machine however slow,
+    and half of the time at once.
+    """
     while run.kills.total() < count:
         if run.rng.random() < 0.5:
             await run.cluster.wait_ready()
@@ -109,18 +123,36 @@ async def kill(run: Run, count: int) -> None:
 
 async def answer(run: Run, num_lines: int) -> None:
     """One batch, from its file to its answers."""
-    lines = [{"custom_id": f"line-{number:05}", "method": "POST", "url": URL, "body": body_of(run.model, number)} for number in range(num_lines)]
+    lines = [
+        {"custom_id": f"line-{number:05}", "method": "POST", "url": URL, "body": body_of(run.model, number)}
+        for number in range(num_lines)
+    ]
     content = "\n".join(map(json.dumps, lines)).encode()
-    file = (await run.call("POST", "/v1/files", files={"file": ("lines.jsonl", content)}, data={"purpose": "batch"})).json()
-    batch = (await run.call("POST", "/v1/batches", json={"input_file_id": file["id"], "endpoint": URL, "completion_window": "24h"})).json()
+    file = (
+        await run.call("POST", "/v1/files", files={"file": ("lines.jsonl", content)}, data={"purpose": "batch"})
+    ).json()
+    batch = (
+        await run.call(
+            "POST", "/v1/batches", json={"input_file_id": file["id"], "endpoint": URL, "completion_window": "24h"}
+        )
+    ).json()
     started, told = time.monotonic(), 0.0
     while batch["status"] not in ("completed", "failed", "expired", "cancelled"):
         await asyncio.sleep(0.5)
         batch = (await run.call("GET", f"/v1/batches/{batch['id']}")).json()
         if time.monotonic() - told > 10:
             told = time.monotonic()
-            print(f"{told - started:6.1f} s  {batch['status']:12} {batch['request_counts']['completed']:6} lines, {run.kills.total():3} kills", flush=True)
-    found = [json.loads(line) for name in ("output_file_id", "error_file_id") if batch[name] for line in await lines_of(run, batch[name])]
+            print(
+                f"{told - started:6.1f} s  {batch['status']:12} {batch['request_counts']['completed']:6} lines, "
+                f"{run.kills.total():3} kills",
+                flush=True,
+            )
+    found = [
+        json.loads(line)
+        for name in ("output_file_id", "error_file_id")
+        if batch[name]
+        for line in await lines_of(run, batch[name])
+    ]
     check(run, batch, lines, found)
     run.num_lines += num_lines
     print(f"{time.monotonic() - started:6.1f} s  {batch['status']:12} {batch['request_counts']}", flush=True)
@@ -135,7 +167,11 @@ def check(run: Run, batch: Json, asked: list[Json], found: list[Json]) -> None:
     prompts = {line["custom_id"]: line["body"]["prompt"] for line in asked}
     run.wrong += [f"answered {counts[custom_id]} times: {custom_id}" for custom_id in prompts if counts[custom_id] != 1]
     run.wrong += [f"never asked: {custom_id}" for custom_id in counts if custom_id not in prompts]
-    if batch["status"] != "completed" or batch["request_counts"] != {"total": len(asked), "completed": len(asked), "failed": 0}:
+    if batch["status"] != "completed" or batch["request_counts"] != {
+        "total": len(asked),
+        "completed": len(asked),
+        "failed": 0,
+    }:
         run.wrong.append(f"the batch is {batch['status']}: {batch['request_counts']}")
     for line in found:
         if line["response"] is None or line["response"]["status_code"] != 200:
@@ -158,7 +194,10 @@ async def check_rest(run: Run) -> None:
 
 async def main(args: argparse.Namespace, folder: Path) -> int:
     options = replace(parse(["--seed", str(args.seed)]), counts=COUNTS)
-    run = Run(Cluster(options, folder, Store(folder / "redis"), random.Random(f"{args.seed}:supervisor")), random.Random(args.seed))
+    run = Run(
+        Cluster(options, folder, Store(folder / "redis"), random.Random(f"{args.seed}:supervisor")),
+        random.Random(args.seed),
+    )
     supervising: asyncio.Task[None] | None = None
     started = time.monotonic()
     try:
@@ -178,18 +217,38 @@ async def main(args: argparse.Namespace, folder: Path) -> int:
         run.cluster.close()
     for each in run.wrong[:20]:
         print(f"WRONG: {each}")
-    print(f"{'ok' if not run.wrong else f'{len(run.wrong)} WRONG'}: {run.num_lines} lines, {run.kills.total()} kills; again with --seed {args.seed}")
-    done = {"ok": not run.wrong, "lines": run.num_lines, "kills": dict(run.kills), "restarts": run.cluster.num_restarts, "seed": args.seed}
+    print(
+        f"{'ok' if not run.wrong else f'{len(run.wrong)} WRONG'}: {run.num_lines} lines, {run.kills.total()} kills; "
+        f"again with --seed {args.seed}"
+    )
+    done = {
+        "ok": not run.wrong,
+        "lines": run.num_lines,
+        "kills": dict(run.kills),
+        "restarts": run.cluster.num_restarts,
+        "seed": args.seed,
+    }
     print(json.dumps(done | {"seconds": round(time.monotonic() - started, 1)}))
     return 1 if run.wrong else 0
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(prog="python -m tests.chaos.batches", description="Batches while workers and stages are killed.")
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.chaos.batches", description="Batches while workers and stages are killed."
+    )
     parser.add_argument("--lines", type=int, default=2000, help="of a batch (default: %(default)d)")
     parser.add_argument("--kills", type=int, default=50, help="default: %(default)d")
-    parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(1_000_000), help="draws the kills (default: random, and printed)")
-    parser.add_argument("--folder", type=Path, help="for logs, files and Redis's data, left behind (default: a temporary one); a short path")
+    parser.add_argument(
+        "--seed",
+        type=int,
+        default=random.SystemRandom().randrange(1_000_000),
+        help="draws the kills (default: random, and printed)",
+    )
+    parser.add_argument(
+        "--folder",
+        type=Path,
+        help="for logs, files and Redis's data, left behind (default: a temporary one); a short path",
+    )
     parsed = parser.parse_args()
     place = parsed.folder or Path(tempfile.mkdtemp(prefix="batch-chaos-"))
     place.mkdir(parents=True, exist_ok=True)

@@ -35,7 +35,9 @@ def report(judge: Judge) -> str:
 
 def document(judge: Judge, **more: Any) -> str:
     """The run in one line of JSON."""
-    return judge.tally.document(seed=judge.run["seed"], **more, pauses={name: asdict(each) for name, each in judge.pauses.longest.items()})
+    return judge.tally.document(
+        seed=judge.run["seed"], **more, pauses={name: asdict(each) for name, each in judge.pauses.longest.items()}
+    )
 
 
 def main() -> int:

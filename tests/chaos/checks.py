@@ -1,4 +1,6 @@
-"""Checks of Redis once every request has ended: nothing queued, nothing pending, whole token logs, no key without a TTL."""
+"""Checks of Redis once every request has ended: nothing queued, nothing pending, whole token logs,
+no key without a TTL.
+"""
 
 import asyncio
 import time
@@ -11,7 +13,13 @@ from shared.wire.replica import Replica
 from tests.chaos.cluster import Cluster
 
 GROUP_STREAMS = ("requests*", "prompts:*")
-PERMANENT = ("requests", "requests:", "prompts:", "replicas", "dead-letter")  # keys, or how they begin, that need no TTL
+PERMANENT = (
+    "requests",
+    "requests:",
+    "prompts:",
+    "replicas",
+    "dead-letter",
+)  # keys, or how they begin, that need no TTL
 DRAIN_POLL_S = 0.25
 NO_END = "no end after"
 MAX_SHOWN = 5
@@ -23,7 +31,9 @@ class Checks:
 
     cluster: Cluster
     whole: set[bytes] = field(default_factory=set)
-    drafts: dict[tuple[str, int], tuple[int, int]] = field(default_factory=dict)  # by replica id and process: drafted tokens, and those that stood
+    drafts: dict[tuple[str, int], tuple[int, int]] = field(
+        default_factory=dict
+    )  # by replica id and process: drafted tokens, and those that stood
 
     async def drain(self, timeout_s: float) -> list[str]:
         """Wait until nothing is queued or pending; what still is after timeout_s, in words."""
@@ -34,7 +44,9 @@ class Checks:
         return left
 
     async def num_decided(self) -> int:
-        """Tokens that the live samplers have decided, as of their last announcements. While it grows, what has not ended is slow, and does not hang."""
+        """Tokens that the live samplers have decided, as of their last announcements. While it
+        grows, what has not ended is slow, and does not hang.
+        """
         async with self.cluster.store.client() as client:
             announced = [await client.get(key) for key in await client.keys("replica:sampler:*")]
         return sum(int(decode(Replica, each).load.tokens or 0) for each in announced if each is not None)
@@ -44,7 +56,10 @@ class Checks:
         async with self.cluster.store.client() as client:
             announced = [await client.get(key) for key in await client.keys("replica:compute:*")]
         for each in (decode(Replica, value) for value in announced if value is not None):
-            self.drafts[each.replica_id, each.pid] = int(each.load.spec_decode_draft_tokens or 0), int(each.load.spec_decode_accepted_tokens or 0)
+            self.drafts[each.replica_id, each.pid] = (
+                int(each.load.spec_decode_draft_tokens or 0),
+                int(each.load.spec_decode_accepted_tokens or 0),
+            )
 
     def told_drafts(self) -> str:
         """Counts of drafters and of tokens, but for processes that died before their round was over."""
@@ -53,12 +68,19 @@ class Checks:
         return f"lives of compute by --speculate: {lives}; tokens drafted {drafted}, stood {stood}"
 
     async def after_round(self, *, may_lose: bool) -> list[str]:
-        """Everything that is wrong in a Redis that has drained, and processes that nobody wants any more. may_lose: Redis may have lost data."""
+        """Everything that is wrong in a Redis that has drained, and processes that nobody wants any
+        more. may_lose: Redis may have lost data.
+        """
         async with self.cluster.store.client() as client:
-            return [*await self.broken_logs(client, may_lose=may_lose), *await keys_without_ttl(client), *self.cluster.orphans()]
+            return [
+                *await self.broken_logs(client, may_lose=may_lose),
+                *await keys_without_ttl(client),
+                *self.cluster.orphans(),
+            ]
 
     async def broken_logs(self, client: Any, *, may_lose: bool) -> list[str]:
-        """Logs that are not p-0 for p = 1 … n and then one end. Where Redis has lost a request that compute began to log just then, and compute has died,
+        """Logs that are not p-0 for p = 1 … n and then one end. Where Redis has lost a request that
+        compute began to log just then, and compute has died,
         too, nobody knows that there is an end to be written."""
         broken = []
         for key in await client.keys("log:*"):
@@ -78,7 +100,11 @@ class Checks:
         async with self.cluster.store.client() as client:
             for key, group in await groups(client):
                 consumers = await client.xinfo_consumers(key, group)
-                found += [f"{key.decode()} {each['name'].decode()}" for each in consumers if each["name"].decode() not in live and not each["pending"]]
+                found += [
+                    f"{key.decode()} {each['name'].decode()}"
+                    for each in consumers
+                    if each["name"].decode() not in live and not each["pending"]
+                ]
         return found
 
 
@@ -116,7 +142,9 @@ async def keys_without_ttl(client: Any) -> list[str]:
         is_permanent = any(name == each or (each.endswith(":") and name.startswith(each)) for each in PERMANENT)
         if not is_permanent and await client.ttl(key) == -1:
             found.append(f"key {name} has no TTL")
-    return found[:MAX_SHOWN] + ([f"… and {len(found) - MAX_SHOWN} more keys without a TTL"] if len(found) > MAX_SHOWN else [])
+    return found[:MAX_SHOWN] + (
+        [f"… and {len(found) - MAX_SHOWN} more keys without a TTL"] if len(found) > MAX_SHOWN else []
+    )
 
 
 def log_problem(entries: list[tuple[bytes, dict[bytes, bytes]]]) -> str | None:

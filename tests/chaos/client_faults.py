@@ -27,7 +27,12 @@ OVERFLOWS: tuple[dict[str, Any], ...] = (
     {"repetition_penalty": 1e-300, "temperature": 0},
     {"temperature": 1e-300, "top_p": 1e-300},
     {"temperature": 100, "top_p": 1e-9, "min_p": 1.0},
-    {"logit_bias": {str(token): 100 for token in range(100)}, "repetition_penalty": 1e-6, "presence_penalty": -2, "frequency_penalty": -2},
+    {
+        "logit_bias": {str(token): 100 for token in range(100)},
+        "repetition_penalty": 1e-6,
+        "presence_penalty": -2,
+        "frequency_penalty": -2,
+    },
     {"repetition_penalty": 100, "temperature": 1e-6, "logprobs": 5},
 )
 
@@ -90,10 +95,19 @@ async def take_over(arena: Arena, exchange: Exchange, rng: random.Random) -> Non
 
 
 async def resume_nonsense(arena: Arena, rng: random.Random) -> None:
-    """While a stream runs, others ask for it with ids that it does not have; it must not notice. Then for streams that never were."""
+    """While a stream runs, others ask for it with ids that it does not have; it must not notice.
+    Then for streams that never were.
+    """
     exchange = arena.load.draw(rng, is_stream=True, kind="resume-nonsense")
     arena.load.start(None, pester(arena, exchange, rng))
-    refused(arena, rng, "resume-nonsense", "a response that never was", "GET", f"/v1/streams/{rng.choice(NONSENSE_RESPONSES)}")
+    refused(
+        arena,
+        rng,
+        "resume-nonsense",
+        "a response that never was",
+        "GET",
+        f"/v1/streams/{rng.choice(NONSENSE_RESPONSES)}",
+    )
 
 
 async def pester(arena: Arena, exchange: Exchange, rng: random.Random) -> None:
@@ -103,7 +117,9 @@ async def pester(arena: Arena, exchange: Exchange, rng: random.Random) -> None:
     path = f"/v1/streams/{exchange.place.response_id}"
     for event_id in rng.sample(NONSENSE_IDS, 3):
         if exchange.place.response_id is not None and event_id != "100000":
-            await refused(arena, rng, "resume-nonsense", f"position {event_id}", "GET", path, None, {"Last-Event-ID": event_id})
+            await refused(
+                arena, rng, "resume-nonsense", f"position {event_id}", "GET", path, None, {"Last-Event-ID": event_id}
+            )
     outcome = await running
     if outcome is not None and outcome.kind == "answered":  # it is over: what lies beyond its end?
         beyond = {"Last-Event-ID": ",".join(["100000"] * exchange.spec.n)}
@@ -113,20 +129,38 @@ async def pester(arena: Arena, exchange: Exchange, rng: random.Random) -> None:
 async def poison_request(arena: Arena, rng: random.Random) -> None:
     """Each ends once, somehow, and not by an internal error; the others must not notice."""
     for parameters in rng.sample(OVERFLOWS, 3):
-        body = {"model": arena.load.specs[0].body["model"], "prompt": "The", "max_tokens": 20, "stream": rng.random() < 0.5, **parameters}
+        body = {
+            "model": arena.load.specs[0].body["model"],
+            "prompt": "The",
+            "max_tokens": 20,
+            "stream": rng.random() < 0.5,
+            **parameters,
+        }
         name = f"poison {parameters}"[:120]
-        send_until_answered(arena, rng, "poison-request", name, "clear end", "POST", COMPLETIONS, json.dumps(body).encode())
+        send_until_answered(
+            arena, rng, "poison-request", name, "clear end", "POST", COMPLETIONS, json.dumps(body).encode()
+        )
 
 
 async def invalid_body(arena: Arena, rng: random.Random) -> None:
     """Each is refused with a 4xx that says why."""
     for text in rng.sample(INVALID, 5):
         data = text.replace("MODEL", json.dumps(arena.load.specs[0].body["model"])).encode()
-        refused(arena, rng, "invalid-body", f"invalid body {text[:80]}", "POST", CHAT if '"messages"' in text else COMPLETIONS, data)
+        refused(
+            arena,
+            rng,
+            "invalid-body",
+            f"invalid body {text[:80]}",
+            "POST",
+            CHAT if '"messages"' in text else COMPLETIONS,
+            data,
+        )
 
 
 async def refused_bodies(arena: Arena, rng: random.Random) -> None:
-    """Long bodies that are refused, one after another, and then the bytes of Redis: nothing that was refused may stay."""
+    """Long bodies that are refused, one after another, and then the bytes of Redis: nothing that
+    was refused may stay.
+    """
     text = "water " * (REFUSED_BYTES // 6)
     data = json.dumps({"model": arena.load.specs[0].body["model"], "input": text, "max_output_tokens": 1}).encode()
     before = await bytes_in_redis(arena)
@@ -136,7 +170,10 @@ async def refused_bodies(arena: Arena, rng: random.Random) -> None:
         if (kept := await bytes_in_redis(arena) - before) < MOST_KEPT:
             return
         await asyncio.sleep(0.5)
-    arena.history.find(f"refused-bodies: Redis keeps {kept >> 20} MiB more after {NUM_REFUSED} bodies of {REFUSED_BYTES >> 20} MiB that were refused")
+    arena.history.find(
+        f"refused-bodies: Redis keeps {kept >> 20} MiB more after {NUM_REFUSED} bodies of {REFUSED_BYTES >> 20} MiB "
+        "that were refused"
+    )
 
 
 async def bytes_in_redis(arena: Arena) -> int:
@@ -145,16 +182,30 @@ async def bytes_in_redis(arena: Arena) -> int:
 
 
 def refused(
-    arena: Arena, rng: random.Random, kind: str, name: str, method: str, path: str, data: bytes | None = None, headers: dict[str, str] | None = None
+    arena: Arena,
+    rng: random.Random,
+    kind: str,
+    name: str,
+    method: str,
+    path: str,
+    data: bytes | None = None,
+    headers: dict[str, str] | None = None,
 ) -> "asyncio.Task[Outcome | None]":
     """Sends what no server should take: fine if refused as the client's fault."""
     return send_until_answered(arena, rng, kind, name, "refusal", method, path, data, headers)
 
 
 def send_until_answered(
-    arena: Arena, rng: random.Random, kind: str, name: str, expects: str, method: str, path: str, data: bytes | None = None,
+    arena: Arena,
+    rng: random.Random,
+    kind: str,
+    name: str,
+    expects: str,
+    method: str,
+    path: str,
+    data: bytes | None = None,
     headers: dict[str, str] | None = None,
-) -> "asyncio.Task[Outcome | None]":  # fmt: skip
+) -> "asyncio.Task[Outcome | None]":
     """A request that is looked at for how it ends, and not for its text. The task ends with the judge's outcome."""
     asked = arena.history.ask(name, kind, path, None, is_stream=False, expects=expects)
 

@@ -6,7 +6,11 @@ Monotonic clocks do not jump. In Debian: apt install faketime. On Linux only.
 from dataclasses import dataclass
 from pathlib import Path
 
-PLACES = ("/usr/lib/*/faketime/libfaketimeMT.so.1", "/usr/lib/faketime/libfaketimeMT.so.1", "/usr/local/lib/faketime/libfaketimeMT.so.1")
+PLACES = (
+    "/usr/lib/*/faketime/libfaketimeMT.so.1",
+    "/usr/lib/faketime/libfaketimeMT.so.1",
+    "/usr/local/lib/faketime/libfaketimeMT.so.1",
+)
 
 
 def find_library() -> Path | None:
@@ -25,9 +29,11 @@ class Clocks:
         if not self._file(name).exists():
             self.set(name, 0)
         return {
-            "LD_PRELOAD": str(self.library), "FAKETIME_TIMESTAMP_FILE": str(self._file(name)), "FAKETIME_CACHE_DURATION": "1",
+            "LD_PRELOAD": str(self.library),
+            "FAKETIME_TIMESTAMP_FILE": str(self._file(name)),
+            "FAKETIME_CACHE_DURATION": "1",
             "FAKETIME_DONT_FAKE_MONOTONIC": "1",
-        }  # fmt: skip
+        }
 
     def set(self, name: str, seconds: float) -> None:
         """Its clock goes so far ahead of the true time, within a second."""

@@ -78,7 +78,9 @@ class Cluster:
     has_proxies: bool = False
     clocks: Clocks | None = None
     slots: list[Slot] = field(default_factory=list)
-    crashes: dict[str, list[str]] = field(default_factory=dict)  # deaths that nobody asked for, by their last words: the ends of the logs
+    crashes: dict[str, list[str]] = field(
+        default_factory=dict
+    )  # deaths that nobody asked for, by their last words: the ends of the logs
     sessions: set[int] = field(default_factory=set)  # pids of all processes that slots ever had: each leads a session
     num_restarts: int = 0
     speculators: Counter[str] = field(default_factory=Counter)  # by --speculate: lives of compute replicas
@@ -93,7 +95,11 @@ class Cluster:
                 self.slots.append(Slot(stage, number, f"{stage}-{number}", port))
         for slot in self.slots:
             if self.has_proxies:
-                slot.proxy = Proxy(self.folder / f"{slot.name}.sock", self.store.socket, random.Random(f"{self.options.seed}:{slot.name}"))
+                slot.proxy = Proxy(
+                    self.folder / f"{slot.name}.sock",
+                    self.store.socket,
+                    random.Random(f"{self.options.seed}:{slot.name}"),
+                )
                 await slot.proxy.open()
             self.spawn(slot)
         await self.wait_ready()
@@ -112,11 +118,21 @@ class Cluster:
     def spawn(self, slot: Slot) -> None:
         settings = dict(STAGE_SETTINGS.get(slot.stage, {}))
         redis_url = self.store.url if slot.proxy is None else slot.proxy.url
-        settings |= {"redis_url": redis_url, "replica_id": slot.replica_id, "model": self.options.model, "files_url": str(self.folder / "files")}
+        settings |= {
+            "redis_url": redis_url,
+            "replica_id": slot.replica_id,
+            "model": self.options.model,
+            "files_url": str(self.folder / "files"),
+        }
         if slot.stage == "gateway":
             settings |= {"port": str(slot.port), "keys_file": str(self.keys_file)}
         if slot.stage == "compute":
-            drawn = draw_speculators(self.options, slot.overrides, self.folder, random.Random(f"{self.options.seed}:{slot.name}:{slot.num_lives}"))
+            drawn = draw_speculators(
+                self.options,
+                slot.overrides,
+                self.folder,
+                random.Random(f"{self.options.seed}:{slot.name}:{slot.num_lives}"),
+            )
             settings |= self.options.compute | drawn
             self.speculators[settings.get("speculate", "auto")] += 1
         settings |= slot.overrides
@@ -128,9 +144,12 @@ class Cluster:
         with self.log_path(slot).open("ab") as log:
             slot.process = subprocess.Popen(
                 [sys.executable, "-m", f"services.{slot.stage}"],
-                env=inherited | threads | own | clock, stdout=log, stderr=log, start_new_session=True,
+                env=inherited | threads | own | clock,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
                 preexec_fn=partial(run_behind, niceness),
-            )  # fmt: skip
+            )
         self.sessions.add(slot.process.pid)
         slot.born_at, slot.restart_at, slot.is_death_ours, slot.is_rank_hit = time.monotonic(), 0.0, False, False
         slot.leaving_since = slot.stopped_since = None
@@ -190,7 +209,9 @@ class Cluster:
             slot.stopped_since = time.monotonic()
 
     def go_on(self, slot: Slot, pid: int | None = None) -> None:
-        """SIGCONT, if the process is still that with this pid. After a long stop, its other ranks may have given it up."""
+        """SIGCONT, if the process is still that with this pid. After a long stop, its other ranks
+        may have given it up.
+        """
         if slot.process is not None and (pid is None or slot.process.pid == pid):
             if slot.stopped_since is not None and self.options.num_ranks > 1:
                 slot.is_rank_hit |= time.monotonic() - slot.stopped_since > self.options.group_timeout_s / 2
@@ -200,7 +221,11 @@ class Cluster:
     def ranks_of(self, slot: Slot) -> list[psutil.Process]:
         """The ranks that its process, as rank 0, has started; none while there is no group."""
         try:
-            return [] if slot.process is None else [each for each in psutil.Process(slot.process.pid).children() if HANDLE in each.environ()]
+            return (
+                []
+                if slot.process is None
+                else [each for each in psutil.Process(slot.process.pid).children() if HANDLE in each.environ()]
+            )
         except psutil.Error:  # one has just died
             return []
 
@@ -211,7 +236,9 @@ class Cluster:
         for each in psutil.process_iter(["pid", "status", "cmdline"]):
             with suppress(ProcessLookupError):
                 if os.getsid(each.pid) in dead and each.info["status"] != psutil.STATUS_ZOMBIE:
-                    found.append(f"process {each.pid} has outlived its replica: {' '.join(each.info['cmdline'] or ())[:100]}")
+                    found.append(
+                        f"process {each.pid} has outlived its replica: {' '.join(each.info['cmdline'] or ())[:100]}"
+                    )
         return found
 
     async def is_live(self, slot: Slot) -> bool:

@@ -1,4 +1,6 @@
-"""Where is a request that does not end? Its log, its entries in the group streams, its keys; and the end of every process's log."""
+"""Where is a request that does not end? Its log, its entries in the group streams, its keys; and
+the end of every process's log.
+"""
 
 import asyncio
 import os
@@ -23,7 +25,11 @@ async def explain(cluster: Cluster, journals: list[Journal]) -> str:
             before = await lengths(client, "log:*", *STREAMS)
             await asyncio.sleep(WATCHED_S)
             after = await lengths(client, "log:*", *STREAMS)
-            grown = {key: f"{after[key] - length:+d}" for key, length in before.items() if key in after and after[key] != length}
+            grown = {
+                key: f"{after[key] - length:+d}"
+                for key, length in before.items()
+                if key in after and after[key] != length
+            }
             lines.append(f"  in {WATCHED_S:g} s grew: {grown or 'nothing'}; load average {os.getloadavg()[0]:.1f}")
             for journal in journals[:MAX_REQUESTS]:
                 lines.append(f"  {journal.name}")
@@ -34,7 +40,10 @@ async def explain(cluster: Cluster, journals: list[Journal]) -> str:
     except REDIS_ERRORS as error:
         lines.append(f"  Redis: {error!r}")
     for slot in cluster.slots:
-        lines.append(f"  --- {slot.name} ({slot.replica_id}, pid {slot.process.pid if slot.process else 'none'}, life {slot.num_lives})")
+        lines.append(
+            f"  --- {slot.name} ({slot.replica_id}, pid {slot.process.pid if slot.process else 'none'}, life "
+            f"{slot.num_lives})"
+        )
         lines.append(cluster.log_tail(slot, LOG_LINES))
     return "\n".join(lines)
 
@@ -47,7 +56,10 @@ async def locate(client: Any, response_id: str) -> list[str]:
         kind = (await client.type(key)).decode()
         if name.startswith("log:"):
             last = await client.xrevrange(key, count=1)
-            found.append(f"{name}: {await client.xlen(key)} entries, last {last[0][0].decode() if last else '-'}, {show(last[0][1]) if last else ''}")
+            found.append(
+                f"{name}: {await client.xlen(key)} entries, last {last[0][0].decode() if last else '-'}, "
+                f"{show(last[0][1]) if last else ''}"
+            )
         elif kind == "hash":
             found.append(f"{name}: {await client.hgetall(key)}")
         elif kind == "string" and not name.startswith("response:"):
@@ -58,7 +70,8 @@ async def locate(client: Any, response_id: str) -> list[str]:
             if values.get(b"r", b"").startswith(response_id.encode()):
                 pending = owners.get(entry_id)
                 state = (
-                    f"pending with {pending['consumer']!r}, idle {pending['time_since_delivered']} ms, delivered {pending['times_delivered']} times"
+                    f"pending with {pending['consumer']!r}, idle {pending['time_since_delivered']} ms, delivered "
+                    f"{pending['times_delivered']} times"
                     if pending
                     else "not taken"
                 )

@@ -18,7 +18,9 @@ from tests.chaos.http_client import Broken, Event, Reply, ask
 from tests.chaos.specs import MODULES, Spec
 from tests.chaos.tally import Outcome
 
-MAX_ATTEMPTS = 3000  # connections for one request: many more than there are while a slow machine starts a gateway; what hangs, the run's deadline ends
+# connections for one request: many more than there are while a slow machine starts a gateway; what
+# hangs, the run's deadline ends
+MAX_ATTEMPTS = 3000
 LONGEST_WAIT_S = 2.0  # between two attempts, whatever Retry-After says
 IMPATIENT_AFTER_S = 1.5
 
@@ -62,7 +64,9 @@ class Exchange:
     may_be_cancelled: bool = False  # the client itself went away from a gateway that ran
     is_impatient: bool = False
     is_taken_over: bool = False  # someone else resumes it: this connection may end, and that is all
-    is_contended: bool = False  # it has taken over from another connection, whose own request may reach the gateways after this one's
+    is_contended: bool = (
+        False  # it has taken over from another connection, whose own request may reach the gateways after this one's
+    )
 
     async def run(self) -> Outcome | None:
         """Until the request has ended. Returns the judge's outcome."""
@@ -90,7 +94,11 @@ class Exchange:
             await self.resume(gateway)
             return
         self.place = Place()  # nothing of it has a position: from the start
-        body = self.spec.body | ({"stream": True, "stream_options": {"include_usage": True, "include_position": True}} if self.is_stream else {})
+        body = self.spec.body | (
+            {"stream": True, "stream_options": {"include_usage": True, "include_position": True}}
+            if self.is_stream
+            else {}
+        )
         reply = await self.send(gateway, self.spec.path, json.dumps(body).encode())
         try:
             if self.is_stream:
@@ -103,7 +111,12 @@ class Exchange:
     async def resume(self, gateway: Slot) -> None:
         """Go on with the stream, at any gateway."""
         await self.be_late()
-        reply = await self.send(gateway, f"/v1/streams/{self.place.response_id}", headers={"Last-Event-ID": self.place.last_id or ""}, resumes=True)
+        reply = await self.send(
+            gateway,
+            f"/v1/streams/{self.place.response_id}",
+            headers={"Last-Event-ID": self.place.last_id or ""},
+            resumes=True,
+        )
         try:
             await self.read(reply, gateway)
         finally:
@@ -113,7 +126,15 @@ class Exchange:
         if time.monotonic() < self.manners.late_until:
             await asyncio.sleep(self.rng.uniform(1, 8))
 
-    async def send(self, gateway: Slot, path: str, data: bytes | None = None, headers: dict[str, str] | None = None, *, resumes: bool = False) -> Reply:
+    async def send(
+        self,
+        gateway: Slot,
+        path: str,
+        data: bytes | None = None,
+        headers: dict[str, str] | None = None,
+        *,
+        resumes: bool = False,
+    ) -> Reply:
         """The reply, if its status is 200; its head is in. Raises Again, Broken or Failed."""
         self.asked.note("send", to=gateway.name, after=(self.place.last_id or "") if resumes else None)
         reply = await ask(gateway.port, "GET" if data is None else "POST", path, data, self.headers | (headers or {}))
@@ -134,7 +155,15 @@ class Exchange:
         if reply.status == 499 and self.may_be_cancelled:
             self.start_over()
         if error.get("code") == "prompt_modules_not_found":  # Redis has lost its data: the set is posted again
-            (await ask(self.rng.choice(self.gateways).port, "POST", "/v1/prompt_modules", json.dumps({"modules": MODULES}).encode(), self.headers)).close()
+            (
+                await ask(
+                    self.rng.choice(self.gateways).port,
+                    "POST",
+                    "/v1/prompt_modules",
+                    json.dumps({"modules": MODULES}).encode(),
+                    self.headers,
+                )
+            ).close()
             raise Again(words)
         if reply.status not in (429, 503):
             raise Failed(words)
@@ -172,7 +201,9 @@ class Exchange:
 
     def take_error(self, error: dict[str, Any]) -> None:
         words = f"{error.get('code') or ''} {error.get('message')}"
-        if "resum" in words.lower() and ("resumed elsewhere" not in words.lower() or (self.is_contended and not self.is_taken_over)):
+        if "resum" in words.lower() and (
+            "resumed elsewhere" not in words.lower() or (self.is_contended and not self.is_taken_over)
+        ):
             raise Again(f"told to resume: {words}")
         if "cancelled" in words and self.may_be_cancelled:
             self.start_over()

@@ -32,7 +32,9 @@ from tests.chaos.floods import FLOODS
 from tests.conftest import running_redis
 from tests.deployment import MODEL, Deployment
 
-NUMBERS = itertools.count(1)  # of small requests: none repeats another, or its drafts would be right whenever it runs alone
+NUMBERS = itertools.count(
+    1
+)  # of small requests: none repeats another, or its drafts would be right whenever it runs alone
 PERIOD_S = 1.0  # between two small requests
 HEAD_START_S = 5.0  # of the flood
 LONGEST_S = 120.0  # for one small request
@@ -68,7 +70,15 @@ async def measure(client: httpx.AsyncClient, seconds: float) -> Figures:
 async def ask_small(client: httpx.AsyncClient) -> tuple[float, float] | None:
     """Seconds to the first token and to the end."""
     number = next(NUMBERS)
-    body = {"model": MODEL, "prompt": f"Ship {number} is", "max_tokens": 16, "ignore_eos": True, "temperature": 1.0, "seed": number, "stream": True}
+    body = {
+        "model": MODEL,
+        "prompt": f"Ship {number} is",
+        "max_tokens": 16,
+        "ignore_eos": True,
+        "temperature": 1.0,
+        "seed": number,
+        "stream": True,
+    }
     began, first = time.monotonic(), 0.0
     with suppress(httpx.HTTPError):
         async with client.stream("POST", "/v1/completions", json=body, timeout=LONGEST_S) as reply:
@@ -94,7 +104,9 @@ def flooded(name: str, url: str, key: str) -> Iterator[None]:
 
 
 async def run(url: str, keys: dict[str, str], floods: list[str], seconds: float, most: float) -> int:
-    async with httpx.AsyncClient(base_url=url, headers={"Authorization": f"Bearer {keys['small']}"}, trust_env=False) as small:
+    async with httpx.AsyncClient(
+        base_url=url, headers={"Authorization": f"Bearer {keys['small']}"}, trust_env=False
+    ) as small:
         await measure(small, 3)  # the first ones warm up
         print(f"{'flood':10}{'first token, s':>16}{'ratio':>8}{'end, s':>10}{'ratio':>8}{'asked':>8}{'missing':>9}")
         found = {}
@@ -115,7 +127,10 @@ async def run(url: str, keys: dict[str, str], floods: list[str], seconds: float,
 
 def show(name: str, found: Figures, alone: Figures) -> None:
     first, end = found.times(alone)
-    print(f"{name:10}{found.first_token_s:>16.3f}{first:>8.2f}{found.end_s:>10.3f}{end:>8.2f}{found.num_asked:>8}{found.num_missing:>9}", flush=True)
+    print(
+        f"{name:10}{found.first_token_s:>16.3f}{first:>8.2f}{found.end_s:>10.3f}{end:>8.2f}{found.num_asked:>8}{found.num_missing:>9}",
+        flush=True,
+    )
 
 
 async def quiet(client: httpx.AsyncClient, alone: Figures) -> None:
@@ -130,14 +145,18 @@ async def quiet(client: httpx.AsyncClient, alone: Figures) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.chaos.fairness", description=__doc__.splitlines()[0])
     parser.add_argument("--flood", default=",".join(FLOODS), help="which, joined by commas (default: %(default)s)")
-    parser.add_argument("--model", help="a folder or GGUF file to serve (default: the demo model, of which a step takes 1 ms)")
+    parser.add_argument(
+        "--model", help="a folder or GGUF file to serve (default: the demo model, of which a step takes 1 ms)"
+    )
     parser.add_argument("--seconds", type=float, default=20.0, help="of each measurement (default: %(default)g)")
     parser.add_argument("--most", type=float, default=2.0, help="the largest ratio that is fair (default: %(default)g)")
     args = parser.parse_args()
     floods = args.flood.split(",")
     if unknown := sorted(set(floods) - set(FLOODS)):
         parser.error(f"no flood {', '.join(unknown)}; there are {', '.join(FLOODS)}")
-    settings = {"dtype": "bfloat16", "publish_interval_ms": 20} | ({"model": args.model, "served_model_name": MODEL} if args.model else {})
+    settings = {"dtype": "bfloat16", "publish_interval_ms": 20} | (
+        {"model": args.model, "served_model_name": MODEL} if args.model else {}
+    )
     with tempfile.TemporaryDirectory() as name, running_redis((folder := Path(name)) / "redis", None) as redis_url:
         keys = {tenant: add_key(folder / "keys.json", tenant) for tenant in ("small", "flood")}
         deployment = Deployment(redis_url, folder)

@@ -57,12 +57,24 @@ async def choices(client: httpx.AsyncClient) -> None:
 
 async def long(client: httpx.AsyncClient) -> None:
     """Prompts of half the window, which begin like nothing that is cached."""
-    await complete(client, [completion(prompt=f"{number} " + "and the water rose in the lock " * 60, max_tokens=4) for number in range(100)])
+    await complete(
+        client,
+        [
+            completion(prompt=f"{number} " + "and the water rose in the lock " * 60, max_tokens=4)
+            for number in range(100)
+        ],
+    )
 
 
 async def read(client: httpx.AsyncClient) -> None:
     """One stored response, read by hundreds over and over."""
-    body = {"model": MODEL, "input": "What is a lock?", "max_output_tokens": 400, "ignore_eos": True, "background": True}
+    body = {
+        "model": MODEL,
+        "input": "What is a lock?",
+        "max_output_tokens": 400,
+        "ignore_eos": True,
+        "background": True,
+    }
     stored = (await client.post("/v1/responses", json=body, timeout=LONGEST_S)).json()
     path = f"/v1/responses/{stored['id']}?stream=true"
     await asyncio.gather(*(again_and_again(client, "GET", path, None) for _ in range(400)))
@@ -70,23 +82,42 @@ async def read(client: httpx.AsyncClient) -> None:
 
 async def batch(client: httpx.AsyncClient) -> None:
     """Batches of 2,000 lines, one after another."""
-    lines = [{"custom_id": f"{number}", "method": "POST", "url": "/v1/completions", "body": completion(prompt=f"Line {number}")} for number in range(2000)]
+    lines = [
+        {
+            "custom_id": f"{number}",
+            "method": "POST",
+            "url": "/v1/completions",
+            "body": completion(prompt=f"Line {number}"),
+        }
+        for number in range(2000)
+    ]
     content = "\n".join(map(json.dumps, lines)).encode()
     while True:
-        file = (await client.post("/v1/files", files={"file": ("lines.jsonl", content)}, data={"purpose": "batch"}, timeout=LONGEST_S)).json()
+        file = (
+            await client.post(
+                "/v1/files", files={"file": ("lines.jsonl", content)}, data={"purpose": "batch"}, timeout=LONGEST_S
+            )
+        ).json()
         wanted = {"input_file_id": file["id"], "endpoint": "/v1/completions", "completion_window": "24h"}
         await client.post("/v1/batches", json=wanted, timeout=LONGEST_S)
         await asyncio.sleep(LONGEST_S)
 
 
 FLOODS: dict[str, Callable[[httpx.AsyncClient], Coroutine[Any, Any, None]]] = {
-    "many": many, "n": choices, "beyond": beyond, "long": long, "read": read, "batch": batch,
-}  # fmt: skip
+    "many": many,
+    "n": choices,
+    "beyond": beyond,
+    "long": long,
+    "read": read,
+    "batch": batch,
+}
 
 
 async def flood(name: str, url: str, key: str) -> None:
     limits = httpx.Limits(max_connections=None)
-    async with httpx.AsyncClient(base_url=url, headers={"Authorization": f"Bearer {key}"}, limits=limits, trust_env=False) as client:
+    async with httpx.AsyncClient(
+        base_url=url, headers={"Authorization": f"Bearer {key}"}, limits=limits, trust_env=False
+    ) as client:
         await FLOODS[name](client)
 
 

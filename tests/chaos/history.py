@@ -57,11 +57,31 @@ class History:
             self._file.flush()  # of a run that is killed, the rounds before are there
         return self.judge.take(record)
 
-    def ask(self, name: str, kind: str, path: str, body: Any, *, is_stream: bool, expects: str = "text", continues: "Asked | None" = None) -> "Asked":
+    def ask(
+        self,
+        name: str,
+        kind: str,
+        path: str,
+        body: Any,
+        *,
+        is_stream: bool,
+        expects: str = "text",
+        continues: "Asked | None" = None,
+    ) -> "Asked":
         """A request begins."""
         self.num_requests += 1
         before = None if continues is None else continues.number
-        self.write("request", id=self.num_requests, name=name, kind=kind, path=path, body=body, stream=is_stream, expects=expects, continues=before)
+        self.write(
+            "request",
+            id=self.num_requests,
+            name=name,
+            kind=kind,
+            path=path,
+            body=body,
+            stream=is_stream,
+            expects=expects,
+            continues=before,
+        )
         return Asked(self, self.num_requests, self.judge.requests[self.num_requests])
 
     def find(self, what: str) -> None:

@@ -1,4 +1,6 @@
-"""HTTP/1.1 over asyncio's sockets: a client that sees a connection break where it breaks, and repeats nothing by itself."""
+"""HTTP/1.1 over asyncio's sockets: a client that sees a connection break where it breaks, and
+repeats nothing by itself.
+"""
 
 import asyncio
 import json
@@ -44,7 +46,9 @@ class Reply:
             return {"error": {"message": f"not JSON: {body[:200]!r}", "code": None}}
 
     async def events(self) -> AsyncIterator[Event]:
-        """Server-sent events, and comments, up to the end of the body. Raises Broken; of a broken event nothing is seen."""
+        """Server-sent events, and comments, up to the end of the body. Raises Broken; of a broken
+        event nothing is seen.
+        """
         rest, event_id, data = b"", None, None
         async for piece in self._pieces():
             *lines, rest = (rest + piece).split(b"\n")
@@ -78,14 +82,18 @@ class Reply:
             raise Broken(f"in the body: {error!r}") from None
 
 
-async def ask(port: int, method: str, path: str, body: bytes | None = None, headers: dict[str, str] | None = None) -> Reply:
+async def ask(
+    port: int, method: str, path: str, body: bytes | None = None, headers: dict[str, str] | None = None
+) -> Reply:
     """Send a request; returns when the reply's head is in. Raises Broken."""
     lines = [f"{method} {path} HTTP/1.1", "Host: 127.0.0.1", "Connection: close"]
     if body is not None:
         lines += ["Content-Type: application/json", f"Content-Length: {len(body)}"]
     lines += [f"{name}: {value}" for name, value in (headers or {}).items()]
     try:
-        reader, writer = await asyncio.wait_for(asyncio.open_connection("127.0.0.1", port, limit=MAX_LINE), CONNECT_TIMEOUT_S)
+        reader, writer = await asyncio.wait_for(
+            asyncio.open_connection("127.0.0.1", port, limit=MAX_LINE), CONNECT_TIMEOUT_S
+        )
     except (OSError, TimeoutError) as error:
         raise Broken(f"connecting: {error!r}") from None
     try:

@@ -68,7 +68,9 @@ class Judge:
         try:
             self._see(request, what, record)
         except (AttributeError, LookupError, TypeError, ValueError) as error:
-            request.wrong = request.wrong or Outcome("different", f"what came is no answer: {error!r} in {str(record)[:200]}")
+            request.wrong = request.wrong or Outcome(
+                "different", f"what came is no answer: {error!r} in {str(record)[:200]}"
+            )
         except Wrong as wrong:
             if request.wrong is None or wrong.kind == "cancelled":  # which is why text is missing
                 request.wrong = Outcome(wrong.kind, str(wrong))  # type: ignore[arg-type]
@@ -86,11 +88,19 @@ class Judge:
 
     def _begin(self, record: Record) -> None:
         body = record["body"] or {}
-        journal = Journal(f"{record['name']} {'streamed' if record['stream'] else 'whole'} #{record['id']}", record["t"])
+        journal = Journal(
+            f"{record['name']} {'streamed' if record['stream'] else 'whole'} #{record['id']}", record["t"]
+        )
         request = Request(
-            record["name"], record["kind"], record["path"] == RESPONSES, bool(body.get("background")), record["expects"],
-            Answer.empty(int(body.get("n") or 1)) if record["expects"] == "text" else Answer.empty(1), self.known.get(record["name"]), journal,
-        )  # fmt: skip
+            record["name"],
+            record["kind"],
+            record["path"] == RESPONSES,
+            bool(body.get("background")),
+            record["expects"],
+            Answer.empty(int(body.get("n") or 1)) if record["expects"] == "text" else Answer.empty(1),
+            self.known.get(record["name"]),
+            journal,
+        )
         if (before := self.requests.get(record["continues"])) is not None:
             request.answer, request.heard_at = deepcopy(before.answer), before.heard_at
             request.journal.response_ids += before.journal.response_ids
@@ -115,7 +125,9 @@ class Judge:
             raise AssertionError(f"no history: a record is {what!r}")
 
     def _send(self, request: Request, record: Record) -> None:
-        request.journal.note(record["t"], f"to {record['to']}" + ("" if record["after"] is None else f", after {record['after']}"))
+        request.journal.note(
+            record["t"], f"to {record['to']}" + ("" if record["after"] is None else f", after {record['after']}")
+        )
         request.is_resuming = record["after"] is not None
         if not request.is_resuming:
             self.tally.num_retries += len(request.journal.lines) > 1
@@ -167,7 +179,11 @@ class Judge:
             self.tally.longest_pause_s = max(self.tally.longest_pause_s, now - request.heard_at)
             outlasting_s, bound = self.pauses.add(request.heard_at, now), self.run.get("most_pause_s")
             if bound is not None and outlasting_s > bound and request.wrong is None:
-                request.wrong = Outcome("paused", f"silent for {now - request.heard_at:.1f} s, {outlasting_s:.1f} s of them after the last fault had ended")
+                request.wrong = Outcome(
+                    "paused",
+                    f"silent for {now - request.heard_at:.1f} s, {outlasting_s:.1f} s of them after the last fault "
+                    "had ended",
+                )
         request.heard_at = now
 
     def _body(self, request: Request, data: Record) -> None:
@@ -200,11 +216,17 @@ class Judge:
         if how in ("hung", "lost"):
             return Outcome(how, why)  # type: ignore[arg-type]
         if how == "ended":  # what was not asked for its text
-            is_wrong = (request.expects == "refusal" and not why.startswith("4")) or (request.expects == "clear end" and "internal error" in why)
+            is_wrong = (request.expects == "refusal" and not why.startswith("4")) or (
+                request.expects == "clear end" and "internal error" in why
+            )
             return Outcome("error" if is_wrong else "ended", why)
         if how == "error" and request.is_taken_over and "resumed elsewhere" in why.lower():
             return Outcome("ended", "resumed elsewhere")
-        if request.wrong is not None and how != "left" and not (self.may_lose and request.wrong.kind in ("cancelled", "paused")):
+        if (
+            request.wrong is not None
+            and how != "left"
+            and not (self.may_lose and request.wrong.kind in ("cancelled", "paused"))
+        ):
             return request.wrong
         if how == "error":
             is_excused = self.may_lose and "internal error" not in why

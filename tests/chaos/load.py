@@ -51,9 +51,24 @@ class Load:
     def exchange(self, spec: Spec, *, is_stream: bool, kind: str = "", before: Exchange | None = None) -> Exchange:
         """A request that begins; before: another connection, whose stream it takes over."""
         self.num_sent += 1
-        asked = self.history.ask(spec.name, kind or spec.kind, spec.path, spec.body, is_stream=is_stream, continues=None if before is None else before.asked)
+        asked = self.history.ask(
+            spec.name,
+            kind or spec.kind,
+            spec.path,
+            spec.body,
+            is_stream=is_stream,
+            continues=None if before is None else before.asked,
+        )
         make = ResponseExchange if spec.path == RESPONSES else Exchange
-        made = make(spec, is_stream, self.cluster.of("gateway"), random.Random(f"{self.seed}:{self.num_sent}"), self.manners, asked, self.headers)
+        made = make(
+            spec,
+            is_stream,
+            self.cluster.of("gateway"),
+            random.Random(f"{self.seed}:{self.num_sent}"),
+            self.manners,
+            asked,
+            self.headers,
+        )
         if before is not None:
             made.place, made.is_contended, before.is_taken_over = replace(before.place), True, True
         return made
@@ -66,7 +81,10 @@ class Load:
     def begin(self, num_clients: int, round_number: int) -> "list[asyncio.Task[None]]":
         """Clients that ask until `is_over`."""
         self.is_over = False
-        return [asyncio.create_task(self.client(random.Random(f"{self.seed}:{round_number}:{number}"))) for number in range(num_clients)]
+        return [
+            asyncio.create_task(self.client(random.Random(f"{self.seed}:{round_number}:{number}")))
+            for number in range(num_clients)
+        ]
 
     async def client(self, rng: random.Random) -> None:
         while not self.is_over:

@@ -35,7 +35,11 @@ def helpers_of(parents: dict[int, int], pid: int) -> list[int]:
 
 def memory_of(cluster: Cluster, ready: set[int]) -> dict[str, float]:
     """MiB by process, `stage pid`, of those that are live, with their helpers'; Redis among them."""
-    pids = {f"{slot.stage} {slot.process.pid}": slot.process.pid for slot in cluster.slots if slot.process is not None and slot.process.pid in ready}
+    pids = {
+        f"{slot.stage} {slot.process.pid}": slot.process.pid
+        for slot in cluster.slots
+        if slot.process is not None and slot.process.pid in ready
+    }
     if cluster.store.process is not None:
         pids[f"redis {cluster.store.process.pid}"] = cluster.store.process.pid
     parents = {each.pid: each.info["ppid"] for each in psutil.process_iter(["ppid"])}

@@ -111,7 +111,9 @@ async def expect(arena: Arena, key: str, status: int, what: str) -> None:
         deadline = time.monotonic() + KEY_TIMEOUT_S
         while (found := await status_of(slot, key)) not in (status, None):
             if time.monotonic() > deadline and slot.stopped_since is None:
-                arena.history.find(f"change-keys: {KEY_TIMEOUT_S:g} s later {slot.name} answers {found} to {what}, not {status}")
+                arena.history.find(
+                    f"change-keys: {KEY_TIMEOUT_S:g} s later {slot.name} answers {found} to {what}, not {status}"
+                )
                 return
             await asyncio.sleep(0.05)
 
@@ -119,7 +121,9 @@ async def expect(arena: Arena, key: str, status: int, what: str) -> None:
 async def status_of(slot: Slot, key: str) -> int | None:
     """None: the gateway is away, or can't serve now."""
     try:
-        reply = await asyncio.wait_for(ask(slot.port, "GET", MODELS, headers={"Authorization": f"Bearer {key}"} if key else {}), KEY_TIMEOUT_S)
+        reply = await asyncio.wait_for(
+            ask(slot.port, "GET", MODELS, headers={"Authorization": f"Bearer {key}"} if key else {}), KEY_TIMEOUT_S
+        )
     except (Broken, TimeoutError):
         return None
     reply.close()

@@ -17,7 +17,10 @@ Run = Callable[[Arena, random.Random], Awaitable[None]]
 SHORT_S, LONG_S = (0.5, 3.0), (3.0, 12.0)  # partitions, by turns of a coin
 BLIND_S = 60.0  # the reader time-out
 LONGER_S = 3.0  # than that, whatever it is scaled to: compute looks for readers once a second
-AWAY_S, EARLIER_S = 8.0, 5.0  # a gateway's partition, longer than its lease; how long of it lies before compute sees again
+AWAY_S, EARLIER_S = (
+    8.0,
+    5.0,
+)  # a gateway's partition, longer than its lease; how long of it lies before compute sees again
 
 
 @contextmanager
@@ -69,7 +72,8 @@ def blackout(seconds: float) -> Run:
 
 
 async def blind_compute(arena: Arena, rng: random.Random) -> None:
-    """Compute does not reach Redis for longer than its reader time-out; towards the end a gateway does not either, and its lease runs out.
+    """Compute does not reach Redis for longer than its reader time-out; towards the end a gateway
+    does not either, and its lease runs out.
 
     The gateway lives, and its clients read: nobody may cancel their requests.
     """

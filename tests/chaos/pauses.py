@@ -3,7 +3,9 @@
 from dataclasses import dataclass, field
 
 SHORTEST_S = 1.0  # below this it is no pause
-AFTERMATH_S = 5.0  # after a fault has ended, a pause that begins is still its own: a lease runs out, a process starts again
+AFTERMATH_S = (
+    5.0  # after a fault has ended, a pause that begins is still its own: a lease runs out, a process starts again
+)
 LATE_S = 60.0  # so long after the last fault, a pause for which nothing else can be blamed is called its own
 NO_FAULT = "no fault"
 
@@ -49,7 +51,11 @@ class Pauses:
         if until - since < SHORTEST_S:
             return 0.0
         touching = [span for span in self.spans.values() if span.touches(since, until)]
-        if not touching and (ended := [span for span in self.spans.values() if span.ended is not None and since - LATE_S <= span.ended <= since]):
+        if not touching and (
+            ended := [
+                span for span in self.spans.values() if span.ended is not None and since - LATE_S <= span.ended <= since
+            ]
+        ):
             touching = [max(ended, key=lambda span: span.ended or 0.0)]
         ends = [until if span.ended is None else min(span.ended, until) for span in touching]
         outlasting_s = until - max([since, *ends])
@@ -67,5 +73,7 @@ class Pauses:
         lines = [f"{'fault':28}{'drawn':>6}{'longest pause, s':>18}{'alone':>8}{'after its end':>15}"]
         for name in sorted({*counts, *self.longest}):
             longest = self.longest.get(name, Longest())
-            lines.append(f"{name:28}{counts.get(name, 0):>6}{longest.pause_s:>18.1f}{longest.alone_s:>8.1f}{longest.outlasting_s:>15.1f}")
+            lines.append(
+                f"{name:28}{counts.get(name, 0):>6}{longest.pause_s:>18.1f}{longest.alone_s:>8.1f}{longest.outlasting_s:>15.1f}"  # noqa: E501
+            )
         return "\n".join(lines)

@@ -1,4 +1,6 @@
-"""Faults of the ranks of a group: a rank that rank 0 started dies, or is stopped for shorter or for longer than the group waits for it."""
+"""Faults of the ranks of a group: a rank that rank 0 started dies, or is stopped for shorter or for
+longer than the group waits for it.
+"""
 
 import asyncio
 import random
@@ -11,7 +13,9 @@ import psutil
 from tests.chaos.arena import Arena
 from tests.chaos.cluster import Slot
 
-ENDS_WITHIN_S = 40.0  # after the time-out of a group whose rank is stopped: another fault may have stopped rank 0 meanwhile
+ENDS_WITHIN_S = (
+    40.0  # after the time-out of a group whose rank is stopped: another fault may have stopped rank 0 meanwhile
+)
 
 
 async def kill_rank(arena: Arena, rng: random.Random) -> None:

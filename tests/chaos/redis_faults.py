@@ -1,4 +1,6 @@
-"""Faults of Redis: dead, stopped, full, read-only, busy, empty, cut, replaced. One at a time: each holds the store's lock."""
+"""Faults of Redis: dead, stopped, full, read-only, busy, empty, cut, replaced. One at a time: each
+holds the store's lock.
+"""
 
 import asyncio
 import random
@@ -15,7 +17,8 @@ REDIS_ERRORS = (redis.RedisError, OSError)
 MAX_CUT = 40_000  # bytes off the end of the append-only file
 ROOM = 1 << 16  # bytes that are left of a memory or a disk
 DEAD_ADDRESS = ("127.0.0.1", 1)
-# It ends by itself: one that only SCRIPT KILL ends would run for ever should its client, who gave up and asked again, come after that
+# It ends by itself: one that only SCRIPT KILL ends would run for ever should its client, who gave
+# up and asked again, come after that
 BUSY_SCRIPT = "local began = os.clock() while os.clock() - began < tonumber(ARGV[1]) do end"
 BUSY_AFTER_MS = 100
 

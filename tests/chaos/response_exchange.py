@@ -1,4 +1,6 @@
-"""An Exchange of the Responses API: a stream that was cut goes on after its last event's number, and a background response is asked for until it has ended."""
+"""An Exchange of the Responses API: a stream that was cut goes on after its last event's number,
+and a background response is asked for until it has ended.
+"""
 
 import asyncio
 import json
@@ -24,7 +26,9 @@ class ResponseExchange(Exchange):
             await (self.resume(gateway) if self.is_stream else self.poll(gateway))
             return
         self.place = Place()
-        reply = await self.send(gateway, self.spec.path, json.dumps(self.spec.body | {"stream": self.is_stream}).encode())
+        reply = await self.send(
+            gateway, self.spec.path, json.dumps(self.spec.body | {"stream": self.is_stream}).encode()
+        )
         try:
             if self.is_stream:
                 await self.read(reply, gateway)

@@ -1,4 +1,6 @@
-"""A round: load and faults for some seconds, then everything is healed, every request must end, and Redis must be as if nothing had been."""
+"""A round: load and faults for some seconds, then everything is healed, every request must end, and
+Redis must be as if nothing had been.
+"""
 
 import asyncio
 import random
@@ -76,13 +78,20 @@ class Rounds:
     num_pairs: int = 0  # of faults that began at once
 
     async def run(self, max_faults: int, left_s: float) -> bool:
-        """One round, whose faults begin within left_s. False where something did not end: what follows would only show that again."""
+        """One round, whose faults begin within left_s. False where something did not end: what
+        follows would only show that again.
+        """
         self.number += 1
         started = time.monotonic()
         arena, load, history = self.arena, self.arena.load, self.arena.history
         tally = history.judge.tally
         before, num_wrong = tally.total("answered"), len(tally.wrong)
-        planned = plan(self.faults, random.Random(f"{self.options.seed}:{self.number}"), min(self.options.round_s, left_s), max_faults)
+        planned = plan(
+            self.faults,
+            random.Random(f"{self.options.seed}:{self.number}"),
+            min(self.options.round_s, left_s),
+            max_faults,
+        )
         may_lose = any(each.fault.may_lose for each in planned)
         history.write("round", number=self.number, at="begin", may_lose=may_lose)
         clients = load.begin(self.options.num_clients, self.number)
@@ -101,7 +110,8 @@ class Rounds:
             history.find(f"crash: {crash}")
         history.write("round", number=self.number, at="over", may_lose=False)
         print(
-            f"round {self.number}: {tally.total('answered') - before} answered, {len(tally.wrong) - num_wrong} wrong; faults {healed - started:.1f} s, "
+            f"round {self.number}: {tally.total('answered') - before} answered, {len(tally.wrong) - num_wrong} wrong; "
+            f"faults {healed - started:.1f} s, "
             f"then over after {time.monotonic() - healed:.1f} s; {told(planned)}",
             flush=True,
         )
@@ -128,7 +138,9 @@ class Rounds:
             history.write("fault", number=number, name=name, at="end", says=planned.fault.says)
 
     async def finish(self, clients: "list[asyncio.Task[None]]", healed: float, *, may_lose: bool) -> bool:
-        """Wait for every end, while anything moves; then look at what is left. False where requests hung or Redis did not drain."""
+        """Wait for every end, while anything moves; then look at what is left. False where requests
+        hung or Redis did not drain.
+        """
         arena, patience_s = self.arena, self.options.deadline_s
         num_decided, moved_at = -1, healed
         while arena.load.open and time.monotonic() < min(moved_at + patience_s, healed + MOST_DEADLINES * patience_s):

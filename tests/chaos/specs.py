@@ -6,16 +6,33 @@ from typing import Any
 
 from bench.images import picture
 
-TOPICS = ("a river", "the queue", "Redis", "a lock gate", "memory", "the sampler", "a cache", "tokens", "water", "a pump", "streams", "batching")
+TOPICS = (
+    "a river",
+    "the queue",
+    "Redis",
+    "a lock gate",
+    "memory",
+    "the sampler",
+    "a cache",
+    "tokens",
+    "water",
+    "a pump",
+    "streams",
+    "batching",
+)
 PER_KIND = 7
 # What the demo knows by heart, and the answer as a client expects it: somewhat wrong
 PREDICTED = (
     (
         "What is Penstock?",
-        "Penstock is a server for large models. It runs as a pipeline of separate programs, a gateway, a tokenizer, a compute stage and a sampler.",
+        "Penstock is a server for large models. It runs as a pipeline of separate programs, a gateway, a tokenizer, a "
+        "compute stage and a sampler.",
     ),
     ("Tell me a joke.", "Why did the token cross the road? Because the sampler had already decided."),
-    ("How big are you?", "I have about 4 million parameters in four layers. My weights fit in less than eight megabytes of memory."),
+    (
+        "How big are you?",
+        "I have about 4 million parameters in four layers. My weights fit in less than eight megabytes of memory.",
+    ),
 )
 
 # That prompts are put together from. Of few words: the demo's context is short
@@ -45,8 +62,17 @@ KINDS: dict[str, dict[str, Any]] = {
     "n=2": {"temperature": [0.8, 1.0], "n": 2},
     "stop": {"temperature": [0, 0.9], "stop": [["."], [" the", "\n"], ["ing "]]},
     "logprobs": {"temperature": [0, 0.8]},
-    "penalties": {"temperature": [0, 0.9], "repetition_penalty": [1.1, 1.4], "presence_penalty": 0.5, "frequency_penalty": [0.0, 0.7]},
-    "schema": {"temperature": [0, 1.0], "max_tokens": 240, "response_format": {"type": "json_schema", "json_schema": {"name": "part", "schema": SCHEMA}}},
+    "penalties": {
+        "temperature": [0, 0.9],
+        "repetition_penalty": [1.1, 1.4],
+        "presence_penalty": 0.5,
+        "frequency_penalty": [0.0, 0.7],
+    },
+    "schema": {
+        "temperature": [0, 1.0],
+        "max_tokens": 240,
+        "response_format": {"type": "json_schema", "json_schema": {"name": "part", "schema": SCHEMA}},
+    },
     "response": {"temperature": [0, 0.9]},
     "background": {"temperature": [0, 0.9], "background": True},
     "long": {"temperature": [0, 0.9], "max_tokens": [400, 600], "ignore_eos": True},
@@ -76,7 +102,10 @@ def make_specs(model: str, seed: int, module_set: str, *, sees: bool) -> list[Sp
     rng = random.Random(f"{seed}:specs")
     kinds = [*KINDS, *(IMAGES if sees else ())]
     specs = [make_spec(f"{kind}/{number}", kind, model, rng) for kind in kinds for number in range(PER_KIND)]
-    return [replace(spec, body=spec.body | with_modules(module_set, rng)) if spec.kind == "modules" else spec for spec in specs]
+    return [
+        replace(spec, body=spec.body | with_modules(module_set, rng)) if spec.kind == "modules" else spec
+        for spec in specs
+    ]
 
 
 def with_modules(module_set: str, rng: random.Random) -> dict[str, Any]:
@@ -87,15 +116,34 @@ def with_modules(module_set: str, rng: random.Random) -> dict[str, Any]:
 
 
 def make_spec(name: str, kind: str, model: str, rng: random.Random) -> Spec:
-    parameters = {key: rng.choice(value) if isinstance(value, list) else value for key, value in (KINDS | IMAGES)[kind].items()}
-    body: dict[str, Any] = {"model": model, "seed": rng.randrange(1 << 32), "max_tokens": rng.choice([10, 40, 80, 120, 240]), **parameters}
+    parameters = {
+        key: rng.choice(value) if isinstance(value, list) else value for key, value in (KINDS | IMAGES)[kind].items()
+    }
+    body: dict[str, Any] = {
+        "model": model,
+        "seed": rng.randrange(1 << 32),
+        "max_tokens": rng.choice([10, 40, 80, 120, 240]),
+        **parameters,
+    }
     if kind in ("response", "background"):
-        body |= {"max_output_tokens": body.pop("max_tokens"), "input": f"What is {rng.choice(TOPICS)}, and why {rng.randrange(1000)}?"}
+        body |= {
+            "max_output_tokens": body.pop("max_tokens"),
+            "input": f"What is {rng.choice(TOPICS)}, and why {rng.randrange(1000)}?",
+        }
         return Spec(name, kind, RESPONSES, body | {"ignore_eos": rng.random() < 0.7})
     topic, number = rng.choice(TOPICS), rng.randrange(1000)
     if kind == "predicted":
         question, content = rng.choice(PREDICTED)
-        return Spec(name, kind, CHAT, body | {"messages": [{"role": "user", "content": question}], "prediction": {"type": "content", "content": content}})
+        return Spec(
+            name,
+            kind,
+            CHAT,
+            body
+            | {
+                "messages": [{"role": "user", "content": question}],
+                "prediction": {"type": "content", "content": content},
+            },
+        )
     if kind == "images":
         numbers = rng.sample(range(NUM_PICTURES), rng.randint(1, 2))
         parts = [{"type": "image_url", "image_url": {"url": picture(90 + 20 * each, 60, each)}} for each in numbers]

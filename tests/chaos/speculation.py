@@ -102,7 +102,13 @@ def make_requests(model: str, count: int, longest: int, seed: int) -> list[Spec]
 def repeating(name: str, model: str, rng: random.Random) -> Spec:
     topic = rng.choice(TOPICS)
     prompt = f"{topic} and {rng.choice(TOPICS)}, " * rng.randrange(2, 6) + topic
-    body = {"model": model, "prompt": prompt, "seed": rng.randrange(1 << 32), "max_tokens": rng.choice([40, 80, 120]), "temperature": rng.choice([0, 0.3, 0.8])}
+    body = {
+        "model": model,
+        "prompt": prompt,
+        "seed": rng.randrange(1 << 32),
+        "max_tokens": rng.choice([40, 80, 120]),
+        "temperature": rng.choice([0, 0.3, 0.8]),
+    }
     return Spec(name, "repeats", COMPLETIONS, body | {"ignore_eos": True})
 
 
@@ -128,9 +134,15 @@ async def compare(args: argparse.Namespace) -> dict[str, Any]:
     for number in different[:3]:
         print(f"request {number}:\n  {str(pairs[number][0])[:400]}\n  {str(pairs[number][1])[:400]}")
     return {
-        "model": args.model, "requests": args.requests, "different": len(different), "kills": len(run.hit), "under_way": list(run.hit),
-        "drafted": run.drafted, "accepted": run.accepted, "seconds": round(time.monotonic() - began),
-    }  # fmt: skip
+        "model": args.model,
+        "requests": args.requests,
+        "different": len(different),
+        "kills": len(run.hit),
+        "under_way": list(run.hit),
+        "drafted": run.drafted,
+        "accepted": run.accepted,
+        "seconds": round(time.monotonic() - began),
+    }
 
 
 def main() -> int:
@@ -146,7 +158,12 @@ def main() -> int:
     args = parser.parse_args()
     result = asyncio.run(compare(args))
     print(json.dumps(result))
-    return int(bool(result["different"]) or len(result["under_way"]) != args.kills or 0 in result["under_way"] or not result["accepted"])
+    return int(
+        bool(result["different"])
+        or len(result["under_way"]) != args.kills
+        or 0 in result["under_way"]
+        or not result["accepted"]
+    )
 
 
 if __name__ == "__main__":

@@ -12,7 +12,9 @@ IN_FOUR_BITS = ("w4", "nf4")  # which have nothing smaller to draft with
 
 
 def draw_speculators(options: Options, overrides: dict[str, str], folder: Path, rng: random.Random) -> dict[str, str]:
-    """Settings of compute. overrides: what a fault has given the replica; folder: the run's, where heads are written."""
+    """Settings of compute. overrides: what a fault has given the replica; folder: the run's, where
+    heads are written.
+    """
     if any(name in options.compute for name in OWN):
         return {}
     choices = [{"speculate": name} for name in ("off", "auto")]
@@ -20,7 +22,9 @@ def draw_speculators(options: Options, overrides: dict[str, str], folder: Path, 
         if options.compute.get("quantization") not in IN_FOUR_BITS:
             choices += [{"speculate": name} for name in ("self", "auto,self")]
         choices.append({"speculate": "auto,medusa", "heads": str(folder / "heads")})
-        if (options.compute | overrides)["kv_cache_memory"] == COMPUTE_DEFAULTS["kv_cache_memory"]:  # a model of its own takes half of it
+        if (options.compute | overrides)["kv_cache_memory"] == COMPUTE_DEFAULTS[
+            "kv_cache_memory"
+        ]:  # a model of its own takes half of it
             choices.append({"speculate": "draft", "draft_model": "demo"})
     chosen = rng.choice(choices)
     if "heads" in chosen and not (folder / "heads").exists():

@@ -59,7 +59,9 @@ class Store:
             await asyncio.sleep(0.05)
 
     def wrapper(self) -> Path:
-        """The server as a command that a full disk does not kill, and whose clock can be set. (A file beyond RLIMIT_FSIZE is SIGXFSZ, or EFBIG if ignored.)"""
+        """The server as a command that a full disk does not kill, and whose clock can be set. (A
+        file beyond RLIMIT_FSIZE is SIGXFSZ, or EFBIG if ignored.)
+        """
         path = self.folder.with_name("redis-server")
         if not path.exists():
             clock = self.clocks.environment(NAME) if self.clocks is not None else {}
@@ -87,8 +89,13 @@ class Store:
             self.process.send_signal(number)
 
     def cut(self, num_bytes: int) -> int:
-        """Take up to num_bytes off the end of the append-only file, as a power cut does. Returns how many; the server must be dead."""
-        files = sorted((self.folder / "appendonlydir").glob("*.incr.aof"), key=lambda path: int(re.findall(r"\.(\d+)\.incr", path.name)[0]))
+        """Take up to num_bytes off the end of the append-only file, as a power cut does. Returns
+        how many; the server must be dead.
+        """
+        files = sorted(
+            (self.folder / "appendonlydir").glob("*.incr.aof"),
+            key=lambda path: int(re.findall(r"\.(\d+)\.incr", path.name)[0]),
+        )
         if not files:
             return 0
         size = files[-1].stat().st_size
@@ -98,7 +105,9 @@ class Store:
         return taken
 
     def limit_files(self, num_bytes: int) -> None:
-        """No file of the server may become longer than its append-only file is now, by num_bytes; -1: as long as they like."""
+        """No file of the server may become longer than its append-only file is now, by num_bytes;
+        -1: as long as they like.
+        """
         if self.process is None or self.process.poll() is not None:
             return
         size = max((path.stat().st_size for path in (self.folder / "appendonlydir").glob("*.aof")), default=0)
@@ -107,7 +116,9 @@ class Store:
         self.has_limit = num_bytes >= 0
 
     async def promote_replica(self, lag_s: float) -> None:
-        """A replica copies everything, loses its primary from sight, and takes its place lag_s later: what was written meanwhile is gone."""
+        """A replica copies everything, loses its primary from sight, and takes its place lag_s
+        later: what was written meanwhile is gone.
+        """
         folder, port = self.folder.with_name("replica"), free_port()
         shutil.rmtree(folder, ignore_errors=True)
         async with self.client() as primary:
@@ -165,7 +176,9 @@ class Store:
                 await asyncio.sleep(0.1)
 
     async def _rewrite(self, client: Any) -> None:
-        """Does as docs/operate/trouble.md wants after a full disk, for all gateways may be dead: until then a crash may cost the file."""
+        """Does as docs/operate/trouble.md wants after a full disk, for all gateways may be dead:
+        until then a crash may cost the file.
+        """
         await self._until(client, {"aof_last_write_status": "ok"})
         with suppress(redis.ResponseError):  # a gateway has begun it
             await client.bgrewriteaof()

@@ -5,10 +5,24 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-# answered: with its known text. excused: one clear error that this round's faults explain. ended: one end, and no text was promised.
+# answered: with its known text. excused: one clear error that this round's faults explain. ended:
+# one end, and no text was promised.
 # left: the client went away. All others are wrong. cancelled: by us, while its client read, or meant to.
 # paused: silent for too long, with no fault to explain it.
-Kind = Literal["answered", "excused", "ended", "left", "error", "lost", "hung", "doubled", "missing", "different", "cancelled", "paused"]
+Kind = Literal[
+    "answered",
+    "excused",
+    "ended",
+    "left",
+    "error",
+    "lost",
+    "hung",
+    "doubled",
+    "missing",
+    "different",
+    "cancelled",
+    "paused",
+]
 FINE = ("answered", "excused", "ended", "left")
 
 
@@ -72,12 +86,16 @@ class Tally:
         for name in sorted({name for name, _ in self.outcomes}):
             lines.append(f"{name:20}" + "".join(f"{self.outcomes[name, kind] or '':>11}" for kind in shown))
         lines.append(f"{'all':20}" + "".join(f"{self.total(kind):>11}" for kind in shown))
-        lines += ["", "faults              " + ", ".join(f"{name} {count}" for name, count in sorted(self.faults.items()))]
+        lines += [
+            "",
+            "faults              " + ", ".join(f"{name} {count}" for name, count in sorted(self.faults.items())),
+        ]
         lines += [f"{count:5} x  {message}" for message, count in self.errors.most_common(20)]
         growth = ", ".join(f"{stage} {mib:+.0f} MiB" for stage, mib in sorted(self.rss_growth_mib.items()))
         lines += [
             "",
-            f"{self.num_retries} sent again, {self.num_resumes} resumed; longest pause of a stream {self.longest_pause_s:.1f} s",
+            f"{self.num_retries} sent again, {self.num_resumes} resumed; longest pause of a stream "
+            f"{self.longest_pause_s:.1f} s",
             f"memory of processes that lived long enough to tell: {growth or 'there was none'}",
         ]
         return "\n".join(lines)
@@ -86,8 +104,15 @@ class Tally:
         """The run in one line of JSON."""
         counts = {kind: self.total(kind) for kind in Kind.__args__}  # type: ignore[attr-defined]
         fields = {
-            "ok": not self.wrong, **more, "requests": counts, "faults": dict(self.faults), "errors": dict(self.errors), "num_wrong": len(self.wrong),
-            "num_retries": self.num_retries, "num_resumes": self.num_resumes, "longest_pause_s": round(self.longest_pause_s, 2),
+            "ok": not self.wrong,
+            **more,
+            "requests": counts,
+            "faults": dict(self.faults),
+            "errors": dict(self.errors),
+            "num_wrong": len(self.wrong),
+            "num_retries": self.num_retries,
+            "num_resumes": self.num_resumes,
+            "longest_pause_s": round(self.longest_pause_s, 2),
             "rss_growth_mib": {stage: round(mib, 1) for stage, mib in self.rss_growth_mib.items()},
-        }  # fmt: skip
+        }
         return json.dumps(fields)

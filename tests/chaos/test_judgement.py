@@ -1,4 +1,6 @@
-"""Does the harness see what it looks for? Answers and token logs that are wrong in one way each, without any process."""
+"""Does the harness see what it looks for? Answers and token logs that are wrong in one way each,
+without any process.
+"""
 
 import random
 import signal
@@ -21,7 +23,11 @@ TOKENS = ["Water", " is", " held", "."]
 def chunk(position: int, text: str | None = None) -> tuple[dict[str, Any], str]:
     """The event at a position, and its id."""
     is_last = position == len(TOKENS)
-    piece = {"index": 0, "text": TOKENS[position - 1] if text is None else text, "finish_reason": "stop" if is_last else None}
+    piece = {
+        "index": 0,
+        "text": TOKENS[position - 1] if text is None else text,
+        "finish_reason": "stop" if is_last else None,
+    }
     return {"id": "cmpl-1", "choices": [piece]}, str(position)
 
 
@@ -43,7 +49,9 @@ def test_the_known_answer_is_right_however_it_was_resumed() -> None:
     assert resumed.positions == [4]
 
 
-@pytest.mark.parametrize(("positions", "kind"), [((1, 2, 2), "doubled"), ((1, 2, 3, 2), "doubled"), ((1, 3), "missing"), ((2,), "missing")])
+@pytest.mark.parametrize(
+    ("positions", "kind"), [((1, 2, 2), "doubled"), ((1, 2, 3, 2), "doubled"), ((1, 3), "missing"), ((2,), "missing")]
+)
 def test_a_token_that_comes_twice_or_never_is_seen_where_it_happens(positions: tuple[int, ...], kind: str) -> None:
     with pytest.raises(Wrong) as wrong:
         answer(*positions, known=KNOWN)
@@ -64,7 +72,9 @@ def test_an_answer_that_ends_early_is_missing_its_end() -> None:
 
 def entry(entry_id: str, finish_reason: Any = None) -> tuple[bytes, dict[bytes, bytes]]:
     position, is_end = (int(part) for part in entry_id.split("-"))
-    return entry_id.encode(), {b"m": encode(TokenEvent("r.0", position, None if is_end else 7, "x", finish_reason=finish_reason))}
+    return entry_id.encode(), {
+        b"m": encode(TokenEvent("r.0", position, None if is_end else 7, "x", finish_reason=finish_reason))
+    }
 
 
 def test_logs_without_a_gap_and_with_one_end_are_whole() -> None:
@@ -98,9 +108,9 @@ def test_some_faults_begin_two_at_once_and_in_different_processes() -> None:
 
 
 def test_faults_are_chosen_by_pattern() -> None:
-    assert [fault.name for fault in choose(("kill-*",), ("kill-every-*", "kill-*+*", "kill-redis", "kill-everything"))] == [
-        "kill-gateway", "kill-tokenizer", "kill-compute", "kill-sampler", "kill-rank"
-    ]  # fmt: skip
+    assert [
+        fault.name for fault in choose(("kill-*",), ("kill-every-*", "kill-*+*", "kill-redis", "kill-everything"))
+    ] == ["kill-gateway", "kill-tokenizer", "kill-compute", "kill-sampler", "kill-rank"]
     with pytest.raises(ValueError, match="no fault is called nope"):
         choose(("nope",), ())
 

@@ -101,7 +101,9 @@ def test_what_is_sent_into_a_stall_arrives_after_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("mode", "is_seen"), [("lose-requests", False), ("lose-replies", True), ("half-open", False)])
-def test_a_connection_that_has_lost_bytes_stays_dead_and_a_new_one_works(tmp_path: Path, mode: str, is_seen: bool) -> None:
+def test_a_connection_that_has_lost_bytes_stays_dead_and_a_new_one_works(
+    tmp_path: Path, mode: str, is_seen: bool
+) -> None:
     async def test(echo: Echo) -> None:
         client = await echo.connect()
         assert await client.ask(b"a") == b"a"

@@ -2,8 +2,10 @@
 docs/start/clients.md or its own documentation has it. A line a client, with its version and how
 many calls it made; exit code 1 if one fails or can't be installed.
 
-`python -m tests.clients .venv/bin/python` starts the servers with the interpreter that is given. --only openai codex: these clients. --upgrade: the
-newest releases of those that have a folder of their own. --weekly: those, too, that take gigabytes or a quarter of an hour. --record: keep the forms of
+`python -m tests.clients .venv/bin/python` starts the servers with the interpreter that is given.
+--only openai codex: these clients. --upgrade: the
+newest releases of those that have a folder of their own. --weekly: those, too, that take gigabytes
+or a quarter of an hour. --record: keep the forms of
 the requests in tests/clients/recorded.
 """
 
@@ -42,11 +44,15 @@ class Result:
 
 
 def check(client: Client, version: str, gateway: str, folder: Path) -> tuple[Result, Recorder]:
-    """Run the client's check in a process and a folder of its own, with its time limit; and see what the gateway refused."""
+    """Run the client's check in a process and a folder of its own, with its time limit; and see
+    what the gateway refused.
+    """
     began_at = time.monotonic()
     with recording(gateway) as (url, recorder):
         command = [sys.executable, "-m", "tests.clients.table", client.name, url]
-        process = subprocess.Popen(command, cwd=folder, env=os.environ | {"PYTHONPATH": str(ROOT)}, start_new_session=True)
+        process = subprocess.Popen(
+            command, cwd=folder, env=os.environ | {"PYTHONPATH": str(ROOT)}, start_new_session=True
+        )
         try:
             outcome = "passed" if process.wait(client.timeout_s) == 0 else "FAILED"
         except subprocess.TimeoutExpired:
@@ -86,14 +92,20 @@ def record(client: Client, version: str, recorder: Recorder) -> None:
     """One call a line."""
     RECORDED.mkdir(exist_ok=True)
     lines = ",\n".join(json.dumps(each, separators=(",", ":")) for each in recorder.forms())
-    (RECORDED / f"{client.name}.json").write_text(f'{{"client": "{client.package.package}", "version": "{version}", "calls": [\n{lines}\n]}}\n')
+    (RECORDED / f"{client.name}.json").write_text(
+        f'{{"client": "{client.package.package}", "version": "{version}", "calls": [\n{lines}\n]}}\n'
+    )
 
 
 def main(options: argparse.Namespace) -> int:
     by_name = {client.name: client for client in CLIENTS}
     if unknown := set(options.only or ()) - set(by_name):
         raise SystemExit(f"there is no client {', '.join(sorted(unknown))}, only {', '.join(by_name)}")
-    chosen = [by_name[name] for name in options.only] if options.only else [each for each in CLIENTS if options.weekly or not each.is_weekly]
+    chosen = (
+        [by_name[name] for name in options.only]
+        if options.only
+        else [each for each in CLIENTS if options.weekly or not each.is_weekly]
+    )
     if any(isinstance(client.package, Npm) for client in chosen):
         check_node()
     versions, results = install(chosen, upgrade=options.upgrade)
@@ -113,7 +125,9 @@ def main(options: argparse.Namespace) -> int:
                 script.write_text(make_script({name: folder for name, folder in folders.items() if name in AGENTS}))
                 urls[model] = stack.enter_context(scripted_server(options.python, script))
             else:
-                urls[model] = stack.enter_context(server(options.python, f"http://{NAMED_HOST}:{os.environ['PAGE_PORT']}"))
+                urls[model] = stack.enter_context(
+                    server(options.python, f"http://{NAMED_HOST}:{os.environ['PAGE_PORT']}")
+                )
         for name, version in versions.items():
             client = by_name[name]
             result, recorder = check(client, version, urls[client.model], folders[name])
@@ -132,5 +146,8 @@ if __name__ == "__main__":
     parser.add_argument("--upgrade", action="store_true", help="newest releases of what is installed in .clients")
     parser.add_argument("--weekly", action="store_true", help="those, too, that take long to install")
     parser.add_argument("--record", action="store_true", help="keep the requests' forms in tests/clients/recorded")
-    os.environ |= {"NO_PROXY": "127.0.0.1,localhost", "LITELLM_LOCAL_MODEL_COST_MAP": "True"}  # the internet is not needed
+    os.environ |= {
+        "NO_PROXY": "127.0.0.1,localhost",
+        "LITELLM_LOCAL_MODEL_COST_MAP": "True",
+    }  # the internet is not needed
     sys.exit(main(parser.parse_args()))

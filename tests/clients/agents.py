@@ -1,4 +1,6 @@
-"""Coding agents, each with a task in a repository of its own: write a file, read it back, say what it says. The scripted model drives them (tasks.py)."""
+"""Coding agents, each with a task in a repository of its own: write a file, read it back, say what
+it says. The scripted model drives them (tasks.py).
+"""
 
 import os
 import subprocess
@@ -25,11 +27,24 @@ def codex(url: str) -> None:
 
 def opencode(url: str) -> None:
     Path("opencode.json").write_text(block("opencode", "json", url, MODEL))
-    drive("export OPENCODE_DISABLE_AUTOUPDATE=1 OPENCODE_DISABLE_MODELS_FETCH=1", ["opencode", "run", "--format", "json", task_of("opencode")])
+    drive(
+        "export OPENCODE_DISABLE_AUTOUPDATE=1 OPENCODE_DISABLE_MODELS_FETCH=1",
+        ["opencode", "run", "--format", "json", task_of("opencode")],
+    )
 
 
 def qwen_code(url: str) -> None:
-    told = ["qwen", "--prompt", task_of("qwen-code"), "--output-format", "json", "--approval-mode", "yolo", "--auth-type", "openai"]
+    told = [
+        "qwen",
+        "--prompt",
+        task_of("qwen-code"),
+        "--output-format",
+        "json",
+        "--approval-mode",
+        "yolo",
+        "--auth-type",
+        "openai",
+    ]
     drive(block("qwen-code", "sh", url, MODEL), told)
 
 

@@ -17,17 +17,34 @@ from tests.clients.server import free_port
 START_TIMEOUT_S = 300.0
 NUM_REQUESTS = 10
 OFFLINE = (
-    "export OFFLINE_MODE=true HF_HUB_OFFLINE=1 BYPASS_EMBEDDING_AND_RETRIEVAL=true RAG_EMBEDDING_ENGINE=ollama DO_NOT_TRACK=true ANONYMIZED_TELEMETRY=false"
+    "export OFFLINE_MODE=true HF_HUB_OFFLINE=1 BYPASS_EMBEDDING_AND_RETRIEVAL=true RAG_EMBEDDING_ENGINE=ollama "
+    "DO_NOT_TRACK=true ANONYMIZED_TELEMETRY=false"
 )
 
 
 def open_webui(url: str) -> None:
-    """Its server, as a user of its API sees it: both connections list the model, and a chat comes through each, whole and streamed."""
+    """Its server, as a user of its API sees it: both connections list the model, and a chat comes
+    through each, whole and streamed.
+    """
     port = free_port()
-    settings = f"{block('Open WebUI', 'sh', url, MODEL)}{OFFLINE} WEBUI_SECRET_KEY=a-secret-that-is-32-bytes-long-or-more DATA_DIR='{Path('data').absolute()}'"
+    settings = (
+        f"{block('Open WebUI', 'sh', url, MODEL)}{OFFLINE} WEBUI_SECRET_KEY=a-secret-that-is-32-bytes-long-or-more "
+        f"DATA_DIR='{Path('data').absolute()}'"
+    )
     program = environment("open-webui") / "bin" / "open-webui"
     with open("log", "wb") as log:
-        shell = ["bash", "-euc", f'{settings}\nexec "$@"', "bash", str(program), "serve", "--host", "127.0.0.1", "--port", str(port)]
+        shell = [
+            "bash",
+            "-euc",
+            f'{settings}\nexec "$@"',
+            "bash",
+            str(program),
+            "serve",
+            "--host",
+            "127.0.0.1",
+            "--port",
+            str(port),
+        ]
         process = subprocess.Popen(shell, stdout=log, stderr=log)
     try:
         with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60, trust_env=False) as client:
@@ -59,7 +76,9 @@ def chat_by(client: httpx.Client) -> None:
     by_openai = [each["id"] for each in client.get("/openai/models").raise_for_status().json()["data"]]
     by_ollama = [each["model"] for each in client.get("/ollama/api/tags").raise_for_status().json()["models"]]
     listed = {each["id"] for each in client.get("/api/models").raise_for_status().json()["data"]}
-    assert by_openai == [MODEL] and by_ollama in ([MODEL], [f"{MODEL}:latest"]) and {*by_openai, *by_ollama} <= listed, (by_openai, by_ollama, listed)
+    assert (
+        by_openai == [MODEL] and by_ollama in ([MODEL], [f"{MODEL}:latest"]) and {*by_openai, *by_ollama} <= listed
+    ), (by_openai, by_ollama, listed)
     body: dict[str, Any] = {"model": MODEL, "messages": [{"role": "user", "content": QUESTION}]}
     for path in ("/api/chat/completions", "/ollama/v1/chat/completions"):
         whole = client.post(path, json=body | {"temperature": 0, "stream": False}).raise_for_status().json()
@@ -69,7 +88,11 @@ def chat_by(client: httpx.Client) -> None:
         chunks = [json.loads(line) for line in lines]
         said = "".join(chunk["choices"][0]["delta"].get("content") or "" for chunk in chunks if chunk.get("choices"))
         assert said.startswith(ANSWER) and len(chunks) > 5, lines
-    whole = client.post("/ollama/api/chat", json=body | {"options": {"temperature": 0}, "stream": False}).raise_for_status().json()
+    whole = (
+        client.post("/ollama/api/chat", json=body | {"options": {"temperature": 0}, "stream": False})
+        .raise_for_status()
+        .json()
+    )
     assert whole["message"]["content"].startswith(ANSWER), whole
 
 
@@ -90,4 +113,6 @@ def run_shown(package: str, heading: str, url: str, options: str) -> None:
     """Run the command that the page shows, with more options."""
     path = f"{environment(package) / 'bin'}{os.pathsep}{os.environ['PATH']}"
     settings = f"export PATH='{path}' MODEL_FOLDER='{ROOT}/services/demo/model' HF_HUB_OFFLINE=1"
-    run_with(settings, ["bash", "-euc", block(heading, "sh", url, MODEL).rstrip() + options], home=Path("home").absolute())
+    run_with(
+        settings, ["bash", "-euc", block(heading, "sh", url, MODEL).rstrip() + options], home=Path("home").absolute()
+    )

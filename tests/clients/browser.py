@@ -1,4 +1,6 @@
-"""A page in headless Chromium: of the origin that the operator named, and of one that may not; and the API's own pages."""
+"""A page in headless Chromium: of the origin that the operator named, and of one that may not; and
+the API's own pages.
+"""
 
 import http.server
 import os

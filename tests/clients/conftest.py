@@ -12,7 +12,13 @@ from tests.deployment import Deployment
 
 SECRET = "word-4711"
 SCRIPT = {
-    "tasks": [{"phrase": "Read the file", "turns": [{"call": "read", "arguments": {"path": "a.txt"}}, {"say": "It says {found}."}], "find": SECRET}],
+    "tasks": [
+        {
+            "phrase": "Read the file",
+            "turns": [{"call": "read", "arguments": {"path": "a.txt"}}, {"say": "It says {found}."}],
+            "find": SECRET,
+        }
+    ],
     "otherwise": "Understood.",
 }
 

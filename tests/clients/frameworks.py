@@ -1,4 +1,6 @@
-"""Frameworks and packages that speak OpenAI's API, each with the lines of docs/start/clients.md. One function a client; it raises if something is wrong."""
+"""Frameworks and packages that speak OpenAI's API, each with the lines of docs/start/clients.md.
+One function a client; it raises if something is wrong.
+"""
 
 from typing import Any, Literal
 
@@ -21,7 +23,9 @@ class Forecast(BaseModel):
 def langchain(url: str) -> None:
     from langchain_core.messages import HumanMessage, ToolMessage
 
-    model = names_of("LangChain", url, MODEL)["model"].model_copy(update={"temperature": 0, "max_tokens": 120, "seed": 1})
+    model = names_of("LangChain", url, MODEL)["model"].model_copy(
+        update={"temperature": 0, "max_tokens": 120, "seed": 1}
+    )
     reply = model.invoke(QUESTION)
     assert reply.text.startswith(ANSWER) and reply.usage_metadata["output_tokens"] == 37, reply
     assert "".join(chunk.text for chunk in model.stream(QUESTION)) == reply.text
@@ -31,7 +35,9 @@ def langchain(url: str) -> None:
     assert call["name"] == "Forecast" and Forecast(**call["args"]), called
     chunks = list(tools.stream(QUESTION))
     assert sum(chunks[1:], chunks[0]).tool_calls[0]["args"] == call["args"]
-    after = model.bind_tools([Forecast]).invoke([HumanMessage(QUESTION), called, ToolMessage("rain", tool_call_id=call["id"])])
+    after = model.bind_tools([Forecast]).invoke(
+        [HumanMessage(QUESTION), called, ToolMessage("rain", tool_call_id=call["id"])]
+    )
     assert after.response_metadata["finish_reason"] in ("stop", "length")
     assert isinstance(model.with_structured_output(Forecast, method="function_calling").invoke(QUESTION), Forecast)
 
@@ -62,7 +68,9 @@ def instructor(url: str) -> None:
     names = names_of("instructor", url, MODEL)
     for client in (names["client"], library.from_openai(names["plain"], mode=library.Mode.TOOLS_STRICT)):
         messages = [{"role": "user", "content": QUESTION}]
-        found = client.chat.completions.create(model=MODEL, messages=messages, response_model=Forecast, temperature=0, max_tokens=120)
+        found = client.chat.completions.create(
+            model=MODEL, messages=messages, response_model=Forecast, temperature=0, max_tokens=120
+        )
         assert isinstance(found, Forecast), client.mode
 
 
@@ -72,19 +80,31 @@ def litellm(url: str) -> None:
     messages = [{"role": "user", "content": QUESTION}]
     tool = {
         "type": "function",
-        "function": {"name": "forecast", "parameters": {"type": "object", "properties": {"days": {"enum": [1, 2]}}, "required": ["days"]}},
+        "function": {
+            "name": "forecast",
+            "parameters": {"type": "object", "properties": {"days": {"enum": [1, 2]}}, "required": ["days"]},
+        },
     }
     shown = names_of("litellm", url, MODEL)["options"]
     for name in (shown["model"], f"hosted_vllm/{MODEL}"):
         options: dict[str, Any] = shown | {"model": name, "temperature": 0}
         whole = library.completion(messages=messages, **options)
         assert whole.choices[0].message.content.startswith(ANSWER), whole
-        chunks = list(library.completion(messages=messages, stream=True, stream_options={"include_usage": True}, **options))
-        assert "".join(choice.delta.content or "" for chunk in chunks for choice in chunk.choices) == whole.choices[0].message.content
+        chunks = list(
+            library.completion(messages=messages, stream=True, stream_options={"include_usage": True}, **options)
+        )
+        assert (
+            "".join(choice.delta.content or "" for chunk in chunks for choice in chunk.choices)
+            == whole.choices[0].message.content
+        )
         assert [chunk.usage.completion_tokens for chunk in chunks if getattr(chunk, "usage", None)] == [37], name
         called = library.completion(messages=messages, tools=[tool], tool_choice="required", max_tokens=100, **options)
         assert called.choices[0].message.tool_calls[0].function.name == "forecast", called
-        library.completion(messages=[*messages, called.choices[0].message.model_dump(), {"role": "user", "content": "And?"}], max_tokens=3, **options)
+        library.completion(
+            messages=[*messages, called.choices[0].message.model_dump(), {"role": "user", "content": "And?"}],
+            max_tokens=3,
+            **options,
+        )
 
 
 def httpx_sse(url: str) -> None:

@@ -106,7 +106,10 @@ def check_node() -> None:
     told = subprocess.run([node, "--version"], capture_output=True, text=True).stdout.strip() if node else ""
     found = re.match(r"v(\d+)\.", told)
     if found is None or int(found[1]) < OLDEST_NODE:
-        raise SystemExit(f"agents need Node {OLDEST_NODE} or newer, and this machine has {told or 'none'}: install it, or choose others with --only")
+        raise SystemExit(
+            f"agents need Node {OLDEST_NODE} or newer, and this machine has {told or 'none'}: install it, or choose "
+            "others with --only"
+        )
 
 
 def run(command: Sequence[str], cwd: Path | None = None) -> None:
@@ -114,7 +117,14 @@ def run(command: Sequence[str], cwd: Path | None = None) -> None:
     if shutil.which(command[0]) is None:
         raise NotInstalledError(f"there is no {command[0]} on this machine")
     try:
-        done = subprocess.run(command, cwd=cwd, env=os.environ | {"PATH": search_path()}, capture_output=True, text=True, timeout=INSTALL_TIMEOUT_S)
+        done = subprocess.run(
+            command,
+            cwd=cwd,
+            env=os.environ | {"PATH": search_path()},
+            capture_output=True,
+            text=True,
+            timeout=INSTALL_TIMEOUT_S,
+        )
     except subprocess.TimeoutExpired:
         raise NotInstalledError(f"{' '.join(command[:3])}: not done after {INSTALL_TIMEOUT_S:g} s") from None
     if done.returncode:

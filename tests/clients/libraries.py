@@ -1,4 +1,6 @@
-"""Libraries at their newest releases, each in an environment of its own: a program of programs/ with the lines that docs/start/clients.md shows."""
+"""Libraries at their newest releases, each in an environment of its own: a program of programs/
+with the lines that docs/start/clients.md shows.
+"""
 
 import json
 import os
@@ -51,6 +53,8 @@ def ai(url: str) -> None:
 def run_node(section: str, program: str, url: str) -> None:
     """section: of docs/start/clients.md, whose lines come before the program's. Node looks for packages beside it."""
     Path("node_modules").symlink_to(NPM / "node_modules")
-    Path("check.mjs").write_text(block(section, "js", url, MODEL) + (Path(__file__).parent / "programs" / program).read_text())
+    Path("check.mjs").write_text(
+        block(section, "js", url, MODEL) + (Path(__file__).parent / "programs" / program).read_text()
+    )
     told = json.dumps({"model": MODEL, "question": QUESTION, "report": REPORT, "weather": WEATHER})
     subprocess.run(["node", "check.mjs", told], check=True, env=os.environ | {"PATH": search_path()})

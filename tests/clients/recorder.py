@@ -1,4 +1,6 @@
-"""A proxy between a client and the gateway. It passes everything on as it is, and keeps what was asked: the form of each request, without its content."""
+"""A proxy between a client and the gateway. It passes everything on as it is, and keeps what was
+asked: the form of each request, without its content.
+"""
 
 import http.client
 import json
@@ -12,15 +14,33 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import urlsplit
 
-CONNECTION = frozenset(("connection", "keep-alive", "transfer-encoding", "te", "upgrade", "host"))  # headers of one connection, not of the request
+CONNECTION = frozenset(
+    ("connection", "keep-alive", "transfer-encoding", "te", "upgrade", "host")
+)  # headers of one connection, not of the request
 TIMEOUT_S = 300.0
 # Words of a protocol: names, types, models. Anything longer, or with a space, is content; so is what looks like an id
 WORD = re.compile(r"(?![0-9a-f-]*\d[0-9a-f-]*$)[A-Za-z$_][A-Za-z0-9_.:-]{0,47}")
 RANDOM = re.compile(r"[0-9a-f]{8,}|[A-Za-z0-9]{20,}")
 CONTENT = frozenset(
-    ("text", "content", "instructions", "system", "description", "output", "input", "user", "user_id", "title", "prompt", "thinking", "signature")
+    (
+        "text",
+        "content",
+        "instructions",
+        "system",
+        "description",
+        "output",
+        "input",
+        "user",
+        "user_id",
+        "title",
+        "prompt",
+        "thinking",
+        "signature",
+    )
 )
-EXACT = frozenset(("$schema", "$ref", "pattern", "format", "grammar", "guided_grammar", "regex", "guided_regex"))  # schemas and grammars
+EXACT = frozenset(
+    ("$schema", "$ref", "pattern", "format", "grammar", "guided_grammar", "regex", "guided_regex")
+)  # schemas and grammars
 NAMES = frozenset(("type", "name", "enum", "required"))  # never ids
 
 
@@ -38,7 +58,10 @@ class Call:
 def outline(value: Any, key: str = "") -> Any:
     """The value with its content replaced by words of how long it is. Names, numbers and JSON schemas stay."""
     if isinstance(value, dict):
-        return {name if WORD.fullmatch(name) else f"({len(name)} characters)": outline(each, name) for name, each in value.items()}
+        return {
+            name if WORD.fullmatch(name) else f"({len(name)} characters)": outline(each, name)
+            for name, each in value.items()
+        }
     if isinstance(value, list):
         return [outline(each, key) for each in value]
     if not isinstance(value, str) or key in EXACT:
@@ -48,7 +71,9 @@ def outline(value: Any, key: str = "") -> Any:
             return json.dumps(outline(json.loads(value)))
         except ValueError:
             return f"({len(value)} characters)"
-    is_word = key not in CONTENT and WORD.fullmatch(value) is not None and (key in NAMES or RANDOM.search(value) is None)
+    is_word = (
+        key not in CONTENT and WORD.fullmatch(value) is not None and (key in NAMES or RANDOM.search(value) is None)
+    )
     return value if is_word or not value else f"({len(value)} characters)"
 
 

@@ -1,4 +1,6 @@
-"""The servers that the clients call: the demo model, and the scripted one, started with the interpreter that is given."""
+"""The servers that the clients call: the demo model, and the scripted one, started with the
+interpreter that is given.
+"""
 
 import socket
 import subprocess

@@ -1,4 +1,6 @@
-"""Every client: its package, its check, the model that it needs. `python -m tests.clients.table NAME URL` runs one check, in the folder where it is started."""
+"""Every client: its package, its check, the model that it needs. `python -m tests.clients.table
+NAME URL` runs one check, in the folder where it is started.
+"""
 
 import shutil
 import sys
@@ -38,19 +40,40 @@ CLIENTS = (
     Client("litellm", Here("litellm"), frameworks.litellm),
     Client("httpx_sse", Here("httpx-sse"), frameworks.httpx_sse),
     Client("pydantic-ai", PYDANTIC_AI, libraries.pydantic_ai, model="scripted", is_recorded=True),
-    Client("openai-agents", OwnEnvironment("openai-agents"), libraries.openai_agents, model="scripted", is_recorded=True),
+    Client(
+        "openai-agents", OwnEnvironment("openai-agents"), libraries.openai_agents, model="scripted", is_recorded=True
+    ),
     Client("guidance", OwnEnvironment("guidance", others=("openai",)), libraries.guidance, is_recorded=True),
     Client("mistralai", OwnEnvironment("mistralai"), libraries.mistralai, model="scripted"),
     Client("openrouter", OwnEnvironment("openrouter"), libraries.openrouter),
-    Client("ai", Npm("ai", ("@ai-sdk/openai-compatible", "@ai-sdk/openai", "@ai-sdk/anthropic", "zod")), libraries.ai, model="scripted", is_recorded=True),
-    Client("claude-code", Npm("@anthropic-ai/claude-code"), agents.claude_code, model="scripted", timeout_s=300, is_recorded=True),
+    Client(
+        "ai",
+        Npm("ai", ("@ai-sdk/openai-compatible", "@ai-sdk/openai", "@ai-sdk/anthropic", "zod")),
+        libraries.ai,
+        model="scripted",
+        is_recorded=True,
+    ),
+    Client(
+        "claude-code",
+        Npm("@anthropic-ai/claude-code"),
+        agents.claude_code,
+        model="scripted",
+        timeout_s=300,
+        is_recorded=True,
+    ),
     Client("codex", Npm("@openai/codex"), agents.codex, model="scripted", timeout_s=300, is_recorded=True),
     Client("opencode", Npm("opencode-ai"), agents.opencode, model="scripted", timeout_s=300, is_recorded=True),
-    Client("qwen-code", Npm("@qwen-code/qwen-code"), agents.qwen_code, model="scripted", timeout_s=300, is_recorded=True),
+    Client(
+        "qwen-code", Npm("@qwen-code/qwen-code"), agents.qwen_code, model="scripted", timeout_s=300, is_recorded=True
+    ),
     Client("open-webui", OwnEnvironment("open-webui", TORCH), applications.open_webui, timeout_s=600, is_recorded=True),
     Client("guidellm", OwnEnvironment("guidellm", TORCH), applications.guidellm, timeout_s=600, is_recorded=True),
     Client("vllm", OwnEnvironment("vllm"), applications.vllm_bench, timeout_s=900, is_weekly=True, is_recorded=True),
-    *([Client("browser", Here("selenium"), browser.browser, num_refused=1)] if shutil.which("chromium") and shutil.which("chromedriver") else []),
+    *(
+        [Client("browser", Here("selenium"), browser.browser, num_refused=1)]
+        if shutil.which("chromium") and shutil.which("chromedriver")
+        else []
+    ),
 )
 
 

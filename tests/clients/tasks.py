@@ -1,4 +1,6 @@
-"""The scripted model's tasks and answers: a coding task for each agent, and a question about the weather for everybody else."""
+"""The scripted model's tasks and answers: a coding task for each agent, and a question about the
+weather for everybody else.
+"""
 
 import json
 import os
@@ -30,11 +32,17 @@ def make_script(folders: dict[str, Path]) -> str:
     """The script's JSON. folders: where each agent works, which some of their tools want to be told."""
     secret = os.environ[SECRET]
     tasks = [
-        {"phrase": phrase(agent), "turns": [*calls(agent, folder / FILE, secret), {"say": f"{ANSWER} {{found}}"}], "find": secret}
+        {
+            "phrase": phrase(agent),
+            "turns": [*calls(agent, folder / FILE, secret), {"say": f"{ANSWER} {{found}}"}],
+            "find": secret,
+        }
         for agent, folder in folders.items()
     ]
     weather = [{"call": "get_weather", "arguments": {"place": "Paris"}}, {"say": "In Paris: {found}"}]
-    return json.dumps({"tasks": [*tasks, {"phrase": QUESTION, "turns": weather, "find": "rains"}], "otherwise": OTHERWISE})
+    return json.dumps(
+        {"tasks": [*tasks, {"phrase": QUESTION, "turns": weather, "find": "rains"}], "otherwise": OTHERWISE}
+    )
 
 
 def calls(agent: str, file: Path, text: str) -> list[dict[str, Any]]:

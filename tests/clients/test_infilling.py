@@ -29,7 +29,9 @@ def expected(scripted: Deployment, after: str = AFTER) -> list[int]:
 
 def test_completions_with_a_suffix_fill_the_gap(scripted: Deployment) -> None:
     client = scripted.client()
-    reply: Any = client.completions.create(model=MODEL, prompt=BEFORE, suffix=AFTER, extra_body={"return_token_ids": True})
+    reply: Any = client.completions.create(
+        model=MODEL, prompt=BEFORE, suffix=AFTER, extra_body={"return_token_ids": True}
+    )
     assert reply.choices[0].text == "Understood." and reply.choices[0].prompt_token_ids == expected(scripted)
     streamed = client.completions.create(model=MODEL, prompt=[BEFORE, BEFORE], suffix=AFTER, stream=True)
     texts = {0: "", 1: ""}
@@ -46,9 +48,15 @@ def test_mistral_s_endpoint_answers_as_a_chat(scripted: Deployment) -> None:
     asked = {"model": MODEL, "prompt": BEFORE, "suffix": AFTER, "random_seed": 7, "return_token_ids": True}
     whole = scripted.post("/v1/fim/completions", asked).json()
     [choice] = whole["choices"]
-    assert (whole["object"], choice["message"]["role"], choice["message"]["content"]) == ("chat.completion", "assistant", "Understood.")
+    assert (whole["object"], choice["message"]["role"], choice["message"]["content"]) == (
+        "chat.completion",
+        "assistant",
+        "Understood.",
+    )
     assert whole["prompt_token_ids"] == expected(scripted), whole
-    answer = httpx.post(f"{scripted.url()}/v1/fim/completions", json=asked | {"stream": True}, trust_env=False, timeout=30)
+    answer = httpx.post(
+        f"{scripted.url()}/v1/fim/completions", json=asked | {"stream": True}, trust_env=False, timeout=30
+    )
     events = [line.removeprefix("data: ") for line in answer.text.splitlines() if line.startswith("data: ")]
     assert events.pop() == "[DONE]"
     assert "".join(json.loads(event)["choices"][0]["delta"].get("content") or "" for event in events) == "Understood."

@@ -13,7 +13,9 @@ def test_a_node_that_is_too_old_is_told_in_one_line(tmp_path: Path, monkeypatch:
         (tmp_path / "node").write_text(f"#!/bin/sh\necho {told}\n")
         (tmp_path / "node").chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(SystemExit, match=f"agents need Node 22 or newer, and this machine has {told or 'none'}: install it") as refused:
+    with pytest.raises(
+        SystemExit, match=f"agents need Node 22 or newer, and this machine has {told or 'none'}: install it"
+    ) as refused:
         check_node()
     assert len(str(refused.value).splitlines()) == 1
 

@@ -1,4 +1,6 @@
-"""The pipeline behind a gateway, played by the test: it is announced as every stage, takes requests, and writes tokens with the log's own scripts."""
+"""The pipeline behind a gateway, played by the test: it is announced as every stage, takes
+requests, and writes tokens with the log's own scripts.
+"""
 
 import contextlib
 import threading
@@ -23,12 +25,30 @@ LEASE_S = 60  # a test that stands still for seconds is no pipeline that has die
 class Backstage:
     """Owns a thread that keeps the announcements alive."""
 
-    def __init__(self, url: str, model: str = NAME, aliases: tuple[str, ...] = (ALIAS,), stages: tuple[str, ...] = STAGES, **announced: Any) -> None:
+    def __init__(
+        self,
+        url: str,
+        model: str = NAME,
+        aliases: tuple[str, ...] = (ALIAS,),
+        stages: tuple[str, ...] = STAGES,
+        **announced: Any,
+    ) -> None:
         """announced: further fields of the replicas."""
         self.client = redis.Redis.from_url(url)
         self.model = model
         self.replicas = [
-            Replica(stage, f"{stage}-of-{model}", "here", 1, time.time(), model=model, max_model_len=100_000, aliases=aliases, **announced) for stage in stages
+            Replica(
+                stage,
+                f"{stage}-of-{model}",
+                "here",
+                1,
+                time.time(),
+                model=model,
+                max_model_len=100_000,
+                aliases=aliases,
+                **announced,
+            )
+            for stage in stages
         ]
         self._taken_id = "0-0"
         self._stopping = threading.Event()
@@ -79,8 +99,18 @@ class Backstage:
         assert len(taken) == count
         return taken
 
-    def write(self, request: GenerateRequest, *positions: int, text: str = "{} ", finish: int = 0, gateway: str | None = "", is_logged: bool = True) -> None:
-        """Tokens at these positions into the log, and as events to the gateway ("": the request's own; None: to nobody). finish: the one that is the last."""
+    def write(
+        self,
+        request: GenerateRequest,
+        *positions: int,
+        text: str = "{} ",
+        finish: int = 0,
+        gateway: str | None = "",
+        is_logged: bool = True,
+    ) -> None:
+        """Tokens at these positions into the log, and as events to the gateway ("": the request's
+        own; None: to nobody). finish: the one that is the last.
+        """
         for position in positions:
             pipe = self.client.pipeline(transaction=False)
             to = request.gateway_id if gateway == "" else gateway
@@ -88,12 +118,24 @@ class Backstage:
             assert pipe.execute() == [[]]
 
     def queue(
-        self, pipe: Pipeline, request: GenerateRequest, *positions: int, text: str = "{} ", finish: int = 0, gateway: str | None = None, is_logged: bool = True
+        self,
+        pipe: Pipeline,
+        request: GenerateRequest,
+        *positions: int,
+        text: str = "{} ",
+        finish: int = 0,
+        gateway: str | None = None,
+        is_logged: bool = True,
     ) -> None:
         """The same, a script for each, within a pipeline."""
         for position in positions:
             event = TokenEvent(
-                request.request_id, position, 7, text.format(position), num_prompt_tokens=3, finish_reason="length" if position == finish else None
+                request.request_id,
+                position,
+                7,
+                text.format(position),
+                num_prompt_tokens=3,
+                finish_reason="length" if position == finish else None,
             )
             messages = [(events(gateway), StepEvents((encode(event),)))] if gateway else []
             write_step(pipe, self.model, [log_entry(event)] if is_logged else [], messages)

@@ -14,15 +14,23 @@ PING_S = 0.4  # so that silence is looked into at once
 
 
 def start_gateways(deployment: Deployment, count: int = 1, **settings: object) -> list[str]:
-    ids = [deployment.start("gateway", f"gateway-{number}", **({"ping_interval_s": PING_S} | settings)) for number in range(1, count + 1)]
+    ids = [
+        deployment.start("gateway", f"gateway-{number}", **({"ping_interval_s": PING_S} | settings))
+        for number in range(1, count + 1)
+    ]
     deployment.wait_live(*ids)
     for gateway in ids:
-        wait_until(lambda gateway=gateway: deployment.get("/ready", gateway).status_code == 200, description=f"{gateway} is ready")
+        wait_until(
+            lambda gateway=gateway: deployment.get("/ready", gateway).status_code == 200,
+            description=f"{gateway} is ready",
+        )
     return ids
 
 
 @pytest.fixture(scope="module")
-def shared_stage(tmp_path_factory: pytest.TempPathFactory, redis_binary: Path | None) -> Iterator[tuple[Deployment, Backstage]]:
+def shared_stage(
+    tmp_path_factory: pytest.TempPathFactory, redis_binary: Path | None
+) -> Iterator[tuple[Deployment, Backstage]]:
     """One Redis and two gateways, for tests that leave them as they were."""
     folder = tmp_path_factory.mktemp("gateway")
     with running_redis(folder / "redis", redis_binary) as url:
@@ -36,7 +44,9 @@ def shared_stage(tmp_path_factory: pytest.TempPathFactory, redis_binary: Path | 
 
 
 @pytest.fixture(scope="module")
-def thinking_stage(tmp_path_factory: pytest.TempPathFactory, redis_binary: Path | None) -> Iterator[tuple[Deployment, Backstage]]:
+def thinking_stage(
+    tmp_path_factory: pytest.TempPathFactory, redis_binary: Path | None
+) -> Iterator[tuple[Deployment, Backstage]]:
     """One Redis and two gateways, before a model that thinks and calls."""
     folder = tmp_path_factory.mktemp("thinking")
     with running_redis(folder / "redis", redis_binary) as url:

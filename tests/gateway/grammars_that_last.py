@@ -1,4 +1,6 @@
-"""`python -m tests.gateway.grammars_that_last`: the helper that checks grammars, but for those that begin with "lasting" or "deadly"."""
+"""`python -m tests.gateway.grammars_that_last`: the helper that checks grammars, but for those that
+begin with "lasting" or "deadly".
+"""
 
 import os
 import time

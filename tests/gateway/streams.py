@@ -48,7 +48,12 @@ class Stream:
 
     @property
     def finish_reasons(self) -> list[str]:
-        return [choice["finish_reason"] for chunk in self.chunks for choice in chunk.get("choices", ()) if choice["finish_reason"]]
+        return [
+            choice["finish_reason"]
+            for chunk in self.chunks
+            for choice in chunk.get("choices", ())
+            if choice["finish_reason"]
+        ]
 
     @property
     def last_id(self) -> str:
@@ -63,21 +68,38 @@ class Stream:
 
 @contextmanager
 def streaming(
-    deployment: Deployment, *, resume: str = "", last_id: str = "", gateway: str | None = None, headers: dict[str, str] | None = None, **body: Any
+    deployment: Deployment,
+    *,
+    resume: str = "",
+    last_id: str = "",
+    gateway: str | None = None,
+    headers: dict[str, str] | None = None,
+    **body: Any,
 ) -> Iterator[Stream]:
     """A stream of completions, new or resumed."""
     if resume:
         headers = (headers or {}) | ({"Last-Event-ID": last_id} if last_id else {})
-        context = httpx.stream("GET", deployment.url(gateway) + f"/v1/streams/{resume}", headers=headers, timeout=60, trust_env=False)
+        context = httpx.stream(
+            "GET", deployment.url(gateway) + f"/v1/streams/{resume}", headers=headers, timeout=60, trust_env=False
+        )
     else:
-        context = httpx.stream("POST", deployment.url(gateway) + "/v1/completions", json=BODY | body, headers=headers, timeout=60, trust_env=False)
+        context = httpx.stream(
+            "POST",
+            deployment.url(gateway) + "/v1/completions",
+            json=BODY | body,
+            headers=headers,
+            timeout=60,
+            trust_env=False,
+        )
     with context as response:
         assert response.status_code == 200, response.read()
         yield Stream(response)
 
 
 @contextmanager
-def begun(deployment: Deployment, backstage: Any, *positions: int, gateway: str | None = None, **body: Any) -> Iterator[tuple[Stream, Any]]:
+def begun(
+    deployment: Deployment, backstage: Any, *positions: int, gateway: str | None = None, **body: Any
+) -> Iterator[tuple[Stream, Any]]:
     """A new stream of one sequence that has had tokens at these positions, and its request."""
     posted: list[Any] = []
 

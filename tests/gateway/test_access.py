@@ -57,18 +57,25 @@ class Site:
 
     def _known(self, key: str) -> str:
         for gateway in (self.first, self.second):
-            wait_until(lambda gateway=gateway: self.get("/v1/models", key, gateway).status_code == 200, description=f"{gateway} has read the key")
+            wait_until(
+                lambda gateway=gateway: self.get("/v1/models", key, gateway).status_code == 200,
+                description=f"{gateway} has read the key",
+            )
         return key
 
     def get(self, path: str, key: str = "", gateway: str = "", **headers: str) -> httpx.Response:
         return self.http.get(self.deployment.url(gateway or self.first) + path, headers=bearer(key) | headers)
 
     def post(self, path: str, body: Any, key: str = "", gateway: str = "", **headers: str) -> httpx.Response:
-        return self.http.post(self.deployment.url(gateway or self.first) + path, json=body, headers=bearer(key) | headers)
+        return self.http.post(
+            self.deployment.url(gateway or self.first) + path, json=body, headers=bearer(key) | headers
+        )
 
     def background(self, key: str, **fields: Any) -> httpx.Response:
         """A response that stays in the pipeline until the test ends it."""
-        return self.post("/v1/responses", {"model": NAME, "input": "x", "background": True, "max_output_tokens": 10} | fields, key)
+        return self.post(
+            "/v1/responses", {"model": NAME, "input": "x", "background": True, "max_output_tokens": 10} | fields, key
+        )
 
     def end(self, count: int) -> None:
         """The next so many requests."""
@@ -107,7 +114,15 @@ def test_only_a_key_that_is_good_opens_anything_but_health(site: Site) -> None:
         assert site.get(path).status_code in (200, 503), path
     every = site.get("/openapi.json").json()["paths"]
     closed = [path for path in every if path not in ("/health", "/v1/health", "/ready", "/")]
-    assert {"/v1/chat/completions", "/v1/responses", "/v1/messages", "/api/chat", "/tokenize", "/metrics", "/v1/models"} <= set(closed)
+    assert {
+        "/v1/chat/completions",
+        "/v1/responses",
+        "/v1/messages",
+        "/api/chat",
+        "/tokenize",
+        "/metrics",
+        "/v1/models",
+    } <= set(closed)
     for path in [*closed, "/no/such/path", "//metrics", "/HEALTH"]:
         for wrong in ("", "sk-penstock-wrong", key[:-1], key + "x", "é" * 40, "x" * 2000):
             for method in ("GET", "POST", "OPTIONS", "HEAD"):
@@ -127,9 +142,18 @@ def test_only_a_key_that_is_good_opens_anything_but_health(site: Site) -> None:
 
 def test_what_shows_all_tenants_takes_an_administrator(site: Site) -> None:
     user = site.key("user")
-    assert error_of(site.get("/metrics", user)) == error_of(site.get("/live", user)) == (403, "insufficient_permissions")
-    assert error_of(site.post("/live/kill", {}, user)) == (403, "insufficient_permissions") and site.get("/playground/modules/main.js").status_code == 200
-    assert site.get("/metrics", site.key("root", is_admin=True)).status_code == 200 == site.get("/metrics", OWN_KEY).status_code
+    assert (
+        error_of(site.get("/metrics", user)) == error_of(site.get("/live", user)) == (403, "insufficient_permissions")
+    )
+    assert (
+        error_of(site.post("/live/kill", {}, user)) == (403, "insufficient_permissions")
+        and site.get("/playground/modules/main.js").status_code == 200
+    )
+    assert (
+        site.get("/metrics", site.key("root", is_admin=True)).status_code
+        == 200
+        == site.get("/metrics", OWN_KEY).status_code
+    )
 
 
 def test_a_key_that_is_revoked_or_rotated_is_worth_nothing_at_every_gateway(site: Site) -> None:
@@ -141,7 +165,10 @@ def test_a_key_that_is_revoked_or_rotated_is_worth_nothing_at_every_gateway(site
         assert site.get("/v1/models", key, gateway).status_code == 401
     revoke_key(site.path, "leaver")
     for gateway in (site.first, site.second):
-        wait_until(lambda gateway=gateway: site.get("/v1/models", rotated, gateway).status_code == 401, description="the key is worth nothing")
+        wait_until(
+            lambda gateway=gateway: site.get("/v1/models", rotated, gateway).status_code == 401,
+            description="the key is worth nothing",
+        )
 
 
 def test_a_broken_or_missing_file_opens_nothing_and_closes_nothing(site: Site) -> None:
@@ -156,7 +183,10 @@ def test_a_broken_or_missing_file_opens_nothing_and_closes_nothing(site: Site) -
         time.sleep(1.1)
         assert site.get("/v1/models", key).status_code == 200, "what everybody may write was read"
         site.path.chmod(0o600)  # as the log asks for
-        wait_until(lambda: site.get("/v1/models", key).status_code == 401, description="the file is read, though only its mode has changed")
+        wait_until(
+            lambda: site.get("/v1/models", key).status_code == 401,
+            description="the file is read, though only its mode has changed",
+        )
         site.path.write_text(good)
         wait_until(lambda: site.get("/v1/models", key).status_code == 200, description="the key is good again")
         site.path.unlink()
@@ -173,7 +203,9 @@ def test_a_broken_or_missing_file_opens_nothing_and_closes_nothing(site: Site) -
     )
 
 
-def test_a_key_is_revoked_though_its_file_could_not_be_read_at_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_key_is_revoked_though_its_file_could_not_be_read_at_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Where the gateway has no descriptor left, for a moment."""
     monkeypatch.setattr(auth, "CHECK_EVERY_S", 0.0)
     path = tmp_path / "keys.json"
@@ -196,7 +228,9 @@ def test_a_tenant_sees_and_uses_its_models_only(site: Site) -> None:
     try:
         site.deployment.wait_live("compute-of-stone")
         key, all_models = site.key("modest", models=[ALIAS]), site.key("any")
-        wait_until(lambda: len(site.get("/v1/models", all_models).json()["data"]) == 3, description="both models are served")
+        wait_until(
+            lambda: len(site.get("/v1/models", all_models).json()["data"]) == 3, description="both models are served"
+        )
         assert {card["id"] for card in site.get("/v1/models", key).json()["data"]} == {NAME, ALIAS}
         assert {card["name"] for card in site.get("/api/tags", key).json()["models"]} == {NAME, ALIAS}
         for path, body in (
@@ -207,10 +241,25 @@ def test_a_tenant_sees_and_uses_its_models_only(site: Site) -> None:
             ("/tokenize", {"model": "stone", "prompt": "x"}),
         ):
             refused = site.post(path, body, key)
-            assert error_of(refused) == (404, "model_not_found") and "stone" not in refused.json()["error"]["message"].split("served:")[1], path
-        assert site.post("/v1/messages", {"model": "stone", "max_tokens": 5, "messages": [{"role": "user", "content": "x"}]}, key).status_code == 404
-        assert site.post("/api/chat", {"model": "stone", "messages": [{"role": "user", "content": "x"}]}, key).status_code == 404
-        assert site.post("/api/show", {"model": "stone"}, key).status_code == 404 == site.get("/v1/models/stone", key).status_code
+            assert (
+                error_of(refused) == (404, "model_not_found")
+                and "stone" not in refused.json()["error"]["message"].split("served:")[1]
+            ), path
+        assert (
+            site.post(
+                "/v1/messages", {"model": "stone", "max_tokens": 5, "messages": [{"role": "user", "content": "x"}]}, key
+            ).status_code
+            == 404
+        )
+        assert (
+            site.post("/api/chat", {"model": "stone", "messages": [{"role": "user", "content": "x"}]}, key).status_code
+            == 404
+        )
+        assert (
+            site.post("/api/show", {"model": "stone"}, key).status_code
+            == 404
+            == site.get("/v1/models/stone", key).status_code
+        )
     finally:
         other.close()
 
@@ -226,7 +275,10 @@ def test_requests_a_minute_are_bounded_over_all_gateways_and_told_in_headers(sit
     refused = site.post("/v1/responses", body, key, site.second)
     assert error_of(refused) == (429, "rate_limit_exceeded") and refused.json()["error"]["type"] == "rate_limit_error"
     passed_s = time.monotonic() - began_at  # in which a part of the next request's share has come
-    assert 20 - passed_s <= int(refused.headers["retry-after"]) <= 20 and refused.headers["x-ratelimit-remaining-requests"] == "0"
+    assert (
+        20 - passed_s <= int(refused.headers["retry-after"]) <= 20
+        and refused.headers["x-ratelimit-remaining-requests"] == "0"
+    )
     assert refused.headers["x-ratelimit-reset-requests"] == "60s"
     assert site.get("/v1/models", key).status_code == 200  # what computes nothing costs nothing
     assert site.post("/v1/responses", {"model": NAME}, key).status_code == 400
@@ -238,7 +290,9 @@ def test_limits_fill_again_though_the_clock_of_redis_went_back(site: Site) -> No
     key = site.key("out-of-time", requests_per_minute=120)
     tenant_id = {each.name: each.tenant_id for each in read_keys(site.path)}["out-of-time"]
     with site.deployment.redis() as client:
-        client.hset(quota_key(tenant_id), mapping={"requests": 0, "tokens": "", "at": (int(client.time()[0]) + 3600) * 1000})
+        client.hset(
+            quota_key(tenant_id), mapping={"requests": 0, "tokens": "", "at": (int(client.time()[0]) + 3600) * 1000}
+        )
     assert error_of(site.background(key)) == (429, "rate_limit_exceeded")
     wait_until(lambda: site.background(key).status_code == 200, description="half a second's share is there")
     site.end(1)
@@ -252,7 +306,10 @@ def test_tokens_a_minute_are_bounded_and_a_request_that_never_fits_is_told_so(si
     assert site.background(key, max_output_tokens=60).headers["x-ratelimit-remaining-tokens"] == "39"
     refused = site.background(key, max_output_tokens=60)
     passed_s = time.monotonic() - began_at  # in which some of the 22 that are wanting have come
-    assert error_of(refused) == (429, "rate_limit_exceeded") and 13.2 - passed_s <= int(refused.headers["retry-after"]) <= 14
+    assert (
+        error_of(refused) == (429, "rate_limit_exceeded")
+        and 13.2 - passed_s <= int(refused.headers["retry-after"]) <= 14
+    )
     assert site.background(key, max_output_tokens=30).status_code == 200
     site.end(2)
 
@@ -270,7 +327,10 @@ def test_places_of_a_tenant_come_back_as_its_requests_end_whoever_ends_them(site
     assert site.background(key).status_code == 200
     assert site.background(key).status_code == 429
     site.backstage.end(second)
-    assert site.backstage.client.hlen(running_key(tenant_id)) == 2 and site.backstage.client.ttl(running_key(tenant_id)) > 0
+    assert (
+        site.backstage.client.hlen(running_key(tenant_id)) == 2
+        and site.backstage.client.ttl(running_key(tenant_id)) > 0
+    )
     site.backstage.end(third)
     site.end(1)
 
@@ -291,7 +351,10 @@ def test_what_is_stored_and_streamed_is_the_tenants_own(site: Site) -> None:
     owner, other, root = site.key("owner"), site.key("other"), site.key("admin", is_admin=True)
     response_id = site.background(owner).json()["id"]
     absent = "resp_" + "0" * 32
-    goes_on = [("POST", "/v1/responses", {"model": NAME, "input": "x", "previous_response_id": "{}"}), ("GET", "/v1/streams/{}", None)]
+    goes_on = [
+        ("POST", "/v1/responses", {"model": NAME, "input": "x", "previous_response_id": "{}"}),
+        ("GET", "/v1/streams/{}", None),
+    ]
     is_seen = [
         ("GET", "/v1/responses/{}", None),
         ("GET", "/v1/responses/{}?stream=true", None),
@@ -303,13 +366,17 @@ def test_what_is_stored_and_streamed_is_the_tenants_own(site: Site) -> None:
         for method, path, body in routes:
             seen = [
                 site.http.request(
-                    method, site.deployment.url() + path.format(each), headers=bearer(key),
+                    method,
+                    site.deployment.url() + path.format(each),
+                    headers=bearer(key),
                     json=json.loads(json.dumps(body).replace("{}", each)) if body else None,
                 )
                 for each in (response_id, absent)
-            ]  # fmt: skip
+            ]
             assert [reply.status_code for reply in seen] == [404 if body is None else 400] * 2, (method, path)
-            assert seen[0].text == seen[1].text.replace(absent, response_id), "what is another's looks like what is not there"
+            assert seen[0].text == seen[1].text.replace(absent, response_id), (
+                "what is another's looks like what is not there"
+            )
     assert site.get(f"/v1/responses/{response_id}", owner, site.second).json()["status"] in ("queued", "in_progress")
     with streaming(site.deployment, headers=bearer(owner)) as stream:
         background, request = site.backstage.take(2)
@@ -325,7 +392,12 @@ def test_what_is_stored_and_streamed_is_the_tenants_own(site: Site) -> None:
 
 def test_files_and_batches_are_the_tenants_own(site: Site) -> None:
     owner, other, root = site.key("files-owner"), site.key("files-other"), site.key("files-admin", is_admin=True)
-    upload = site.http.post(site.deployment.url() + "/v1/files", files={"file": ("x.jsonl", b"{}")}, data={"purpose": "batch"}, headers=bearer(owner))
+    upload = site.http.post(
+        site.deployment.url() + "/v1/files",
+        files={"file": ("x.jsonl", b"{}")},
+        data={"purpose": "batch"},
+        headers=bearer(owner),
+    )
     file_id = upload.json()["id"]
     body = {"input_file_id": file_id, "endpoint": "/v1/completions", "completion_window": "24h"}
     batch_id = site.post("/v1/batches", body, owner).json()["id"]
@@ -335,7 +407,11 @@ def test_files_and_batches_are_the_tenants_own(site: Site) -> None:
             assert site.get(path, key).status_code == 404
         assert site.http.delete(site.deployment.url() + f"/v1/files/{file_id}", headers=bearer(key)).status_code == 404
         assert error_of(site.post("/v1/batches", body, key)) == (400, "file_not_found")
-    assert site.get(f"/v1/batches/{batch_id}", other).status_code == 404 == site.post(f"/v1/batches/{batch_id}/cancel", {}, other).status_code
+    assert (
+        site.get(f"/v1/batches/{batch_id}", other).status_code
+        == 404
+        == site.post(f"/v1/batches/{batch_id}/cancel", {}, other).status_code
+    )
     assert site.get(f"/v1/files/{file_id}/content", owner, site.second).content == b"{}"
     assert site.get("/v1/batches", owner, site.second).json()["data"][0]["id"] == batch_id
     assert site.post(f"/v1/batches/{batch_id}/cancel", {}, owner).json()["status"] == "cancelling"
@@ -349,7 +425,12 @@ def test_slow_uploads_of_one_tenant_leave_room_for_another(site: Site) -> None:
     )
 
     def upload(key: str) -> int:
-        reply = site.http.post(site.deployment.url(site.first) + "/v1/files", files={"file": ("x", b"{}")}, data={"purpose": "batch"}, headers=bearer(key))
+        reply = site.http.post(
+            site.deployment.url(site.first) + "/v1/files",
+            files={"file": ("x", b"{}")},
+            data={"purpose": "batch"},
+            headers=bearer(key),
+        )
         return reply.status_code
 
     with ExitStack() as stack:
@@ -357,14 +438,22 @@ def test_slow_uploads_of_one_tenant_leave_room_for_another(site: Site) -> None:
         connections = [stack.enter_context(socket.create_connection(address)) for _ in range(MAX_UPLOADS)]
         for connection in connections:
             connection.sendall(head.encode())
-        wait_until(lambda: len(select(connections, [], [], 0)[0]) == MAX_UPLOADS - MAX_UPLOADS_OF_ONE, description="the others are refused")
+        wait_until(
+            lambda: len(select(connections, [], [], 0)[0]) == MAX_UPLOADS - MAX_UPLOADS_OF_ONE,
+            description="the others are refused",
+        )
         assert (upload(slow), upload(other)) == (503, 200)
     wait_until(lambda: upload(slow) == 200, description="connections that are gone make room")
 
 
 def test_no_more_than_a_hundred_batches_of_a_tenant_run_however_they_are_asked_for(site: Site) -> None:
     owner = site.key("many-batches")
-    upload = site.http.post(site.deployment.url() + "/v1/files", files={"file": ("x.jsonl", b"{}")}, data={"purpose": "batch"}, headers=bearer(owner))
+    upload = site.http.post(
+        site.deployment.url() + "/v1/files",
+        files={"file": ("x.jsonl", b"{}")},
+        data={"purpose": "batch"},
+        headers=bearer(owner),
+    )
     body = {"input_file_id": upload.json()["id"], "endpoint": "/v1/completions", "completion_window": "24h"}
     with ThreadPoolExecutor(16) as pool:
         gateways = [(site.first, site.second)[number % 2] for number in range(MAX_RUNNING + 15)]
@@ -383,7 +472,9 @@ def test_no_more_than_a_hundred_batches_of_a_tenant_run_however_they_are_asked_f
 
 
 def test_cached_prefixes_and_priorities_are_by_tenant(site: Site) -> None:
-    """Two tenants' requests are never found in one cache: their salts differ, whatever they give, and nobody can spell another's."""
+    """Two tenants' requests are never found in one cache: their salts differ, whatever they give,
+    and nobody can spell another's.
+    """
     keys = {name: site.key(name, priority=priority) for name, priority in (("urgent", -5), ("patient", 7))}
     ids = {each.name: each.tenant_id for each in read_keys(site.path)}
     salts = set()
@@ -397,15 +488,24 @@ def test_cached_prefixes_and_priorities_are_by_tenant(site: Site) -> None:
     assert len(salts) == 8
 
 
-def test_keys_are_made_and_shown_at_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_keys_are_made_and_shown_at_the_command_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / "deep" / "keys.json"
     file = ["--keys-file", str(path)]
     assert cli.main(["keys", "add", "team", "--rpm", "60", "--models", "a,b", "--admin", *file]) == 0
     secret = capsys.readouterr().out.strip()
-    assert secret.startswith("sk-penstock-") and len(secret) > 50 and secret not in path.read_text() and path.stat().st_mode & 0o777 == 0o600
+    assert (
+        secret.startswith("sk-penstock-")
+        and len(secret) > 50
+        and secret not in path.read_text()
+        and path.stat().st_mode & 0o777 == 0o600
+    )
     for wrong, said in (
-        (["add", "team"], "already"), (["add", "a b"], "name"), (["revoke", "nobody"], "no key"),
-    ):  # fmt: skip
+        (["add", "team"], "already"),
+        (["add", "a b"], "name"),
+        (["revoke", "nobody"], "no key"),
+    ):
         assert cli.main(["keys", *wrong, *file]) == 2
         captured = capsys.readouterr()
         assert said in captured.err and captured.err.count("\n") == 1 and "Traceback" not in captured.err
@@ -418,7 +518,9 @@ def test_keys_are_made_and_shown_at_the_command_line(tmp_path: Path, capsys: pyt
     assert cli.main(["keys", "list", *file]) == 2
 
 
-def test_without_keys_a_gateway_listens_on_loopback_only(deployment: Deployment, tmp_path: Path, own: Backstage) -> None:
+def test_without_keys_a_gateway_listens_on_loopback_only(
+    deployment: Deployment, tmp_path: Path, own: Backstage
+) -> None:
     absent = tmp_path / "none.json"
     for host in ("127.0.0.1", "::1", "localhost"):
         check_exposure(GatewaySettings(host=host, keys_file=absent))
@@ -431,7 +533,10 @@ def test_without_keys_a_gateway_listens_on_loopback_only(deployment: Deployment,
         KeyRing(GatewaySettings(keys_file=absent, api_key=SecretStr("short")))
     refused = deployment.start("gateway", host="0.0.0.0", keys_file=absent)
     assert deployment.processes.pop(refused).wait(200) == 2
-    assert deployment.logs().count("penstock: without API keys the gateway listens on loopback only") == 1 and "Traceback" not in deployment.logs()
+    assert (
+        deployment.logs().count("penstock: without API keys the gateway listens on loopback only") == 1
+        and "Traceback" not in deployment.logs()
+    )
     deployment.ports.clear()
     start_gateways(deployment, host="0.0.0.0", keys_file=absent, auth=False)
     add_key(absent, "late")
@@ -439,7 +544,9 @@ def test_without_keys_a_gateway_listens_on_loopback_only(deployment: Deployment,
     assert deployment.get("/v1/models").status_code == 200
 
 
-def test_keys_that_are_made_while_a_gateway_serves_everybody_close_it(deployment: Deployment, tmp_path: Path, own: Backstage) -> None:
+def test_keys_that_are_made_while_a_gateway_serves_everybody_close_it(
+    deployment: Deployment, tmp_path: Path, own: Backstage
+) -> None:
     start_gateways(deployment, keys_file=tmp_path / "keys.json")
     assert deployment.get("/metrics").status_code == 200
     for host, status in (
@@ -450,20 +557,33 @@ def test_keys_that_are_made_while_a_gateway_serves_everybody_close_it(deployment
         ("[fe80::1]", 403),
         ("127.0.0.1.example", 403),
     ):
-        assert httpx.get(deployment.url() + "/v1/models", headers={"Host": host}, timeout=60, trust_env=False).status_code == status, host
-    assert httpx.get(deployment.url() + "/ready", headers={"Host": "rebound.example"}, timeout=60, trust_env=False).status_code in (200, 503)
+        assert (
+            httpx.get(deployment.url() + "/v1/models", headers={"Host": host}, timeout=60, trust_env=False).status_code
+            == status
+        ), host
+    assert httpx.get(
+        deployment.url() + "/ready", headers={"Host": "rebound.example"}, timeout=60, trust_env=False
+    ).status_code in (200, 503)
     key = add_key(tmp_path / "keys.json", "first")
     wait_until(lambda: deployment.get("/metrics").status_code == 401, description="the gateway asks for a key")
     revoke_key(tmp_path / "keys.json", "first")
     wait_until(
-        lambda: httpx.get(deployment.url() + "/v1/models", headers=bearer(key), timeout=60, trust_env=False).status_code == 401, description="no key is left"
+        lambda: (
+            httpx.get(deployment.url() + "/v1/models", headers=bearer(key), timeout=60, trust_env=False).status_code
+            == 401
+        ),
+        description="no key is left",
     )
     assert deployment.get("/v1/models").status_code == 401
 
 
-def test_a_certificate_that_clients_will_refuse_is_said_at_the_start(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_certificate_that_clients_will_refuse_is_said_at_the_start(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     authority = trustme.CA()
-    for number, (not_after, said) in enumerate(((datetime.now(UTC) - timedelta(days=1), "certificate has expired"), (None, ""))):
+    for number, (not_after, said) in enumerate(
+        ((datetime.now(UTC) - timedelta(days=1), "certificate has expired"), (None, ""))
+    ):
         path = tmp_path / f"{number}.pem"
         authority.issue_cert("localhost", not_after=not_after).private_key_and_cert_chain_pem.write_to_path(path)
         path.chmod(0o600)
@@ -472,8 +592,13 @@ def test_a_certificate_that_clients_will_refuse_is_said_at_the_start(tmp_path: P
         assert said in caplog.text and bool(caplog.text) == bool(said)
 
 
-@pytest.mark.parametrize(("mode", "said"), [(0o600, ""), (0o640, ""), (0o444, "everybody on this machine may read"), (0o666, None), (0o660, None)])
-def test_a_tls_key_is_nobody_elses(mode: int, said: str | None, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize(
+    ("mode", "said"),
+    [(0o600, ""), (0o640, ""), (0o444, "everybody on this machine may read"), (0o666, None), (0o660, None)],
+)
+def test_a_tls_key_is_nobody_elses(
+    mode: int, said: str | None, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     path = tmp_path / "own.pem"
     trustme.CA().issue_cert("localhost").private_key_and_cert_chain_pem.write_to_path(path)
     path.chmod(mode)
@@ -521,7 +646,9 @@ def test_an_administrator_sees_and_ends_what_a_revoked_key_began(site: Site) -> 
     [tenant] = [each.tenant_id for each in read_keys(site.path) if each.name == "gone"]
     response = site.background(gone).json()["id"]
     upload = {"purpose": (None, "batch"), "file": ("lines.jsonl", b"{}")}
-    file = site.http.post(site.deployment.url(site.first) + "/v1/files", files=upload, headers=bearer(gone)).json()["id"]
+    file = site.http.post(site.deployment.url(site.first) + "/v1/files", files=upload, headers=bearer(gone)).json()[
+        "id"
+    ]
     body = {"input_file_id": file, "endpoint": "/v1/completions", "completion_window": "24h"}
     batch = site.post("/v1/batches", body, gone).json()["id"]
     with streaming(site.deployment, gateway=site.first, headers=bearer(gone)) as stream:
@@ -530,15 +657,26 @@ def test_an_administrator_sees_and_ends_what_a_revoked_key_began(site: Site) -> 
         wait_until(lambda: site.get("/v1/models", gone).status_code == 401, description="the key is worth nothing")
         running = {each["id"]: each for each in site.get("/v1/responses", admin).json()["data"]}
         [completion] = {each.request_id.removesuffix(".0") for each in begun} - {response}
-        assert running[response]["tenant_id"] == running[completion]["tenant_id"] == tenant and running[completion]["kind"] == "text_completion"
-        assert {each["id"] for each in site.get(f"/v1/responses?tenant={tenant}", admin).json()["data"]} == {response, completion}
+        assert (
+            running[response]["tenant_id"] == running[completion]["tenant_id"] == tenant
+            and running[completion]["kind"] == "text_completion"
+        )
+        assert {each["id"] for each in site.get(f"/v1/responses?tenant={tenant}", admin).json()["data"]} == {
+            response,
+            completion,
+        }
         for name in ("*", tenant):
-            [listed] = [each for each in site.get(f"/v1/batches?tenant={name}", admin).json()["data"] if each["id"] == batch]
+            [listed] = [
+                each for each in site.get(f"/v1/batches?tenant={name}", admin).json()["data"] if each["id"] == batch
+            ]
             assert listed["tenant"] == {"id": tenant, "name": "gone"}
         for path in ("/v1/responses", f"/v1/responses?tenant={tenant}", f"/v1/batches?tenant={tenant}"):
             assert error_of(site.get(path, curious)) == (403, "insufficient_permissions"), path
         for path in (f"/v1/responses/{response}", f"/v1/batches/{batch}"):
-            assert site.get(path, curious).status_code == 404 and site.get(path, admin).json()["id"] in (response, batch)
+            assert site.get(path, curious).status_code == 404 and site.get(path, admin).json()["id"] in (
+                response,
+                batch,
+            )
             assert site.post(f"{path}/cancel", {}, curious).status_code == 404
         assert site.post(f"/v1/batches/{batch}/cancel", {}, admin).json()["status"] == "cancelling"
         for each in (response, completion):
@@ -546,6 +684,7 @@ def test_an_administrator_sees_and_ends_what_a_revoked_key_began(site: Site) -> 
         stream.wait_end()
         assert stream.finish_reasons == ["cancelled"] or stream.error is not None
     assert site.get(f"/v1/responses/{response}", admin).json()["status"] == "cancelled"
-    assert site.post("/v1/responses", {"model": NAME, "input": "x", "previous_response_id": response}, admin).status_code == 400, (
-        "it is not the administrator's"
-    )
+    assert (
+        site.post("/v1/responses", {"model": NAME, "input": "x", "previous_response_id": response}, admin).status_code
+        == 400
+    ), "it is not the administrator's"

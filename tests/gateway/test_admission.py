@@ -1,4 +1,6 @@
-"""Places: bounded per model over all gateways, held by sequences, given back when those end, whoever is gone by then. And the names that are served."""
+"""Places: bounded per model over all gateways, held by sequences, given back when those end,
+whoever is gone by then. And the names that are served.
+"""
 
 import asyncio
 from functools import partial
@@ -25,7 +27,11 @@ def test_places_outlive_a_gateway_and_come_back_with_the_sequences_end(deploymen
     with streaming(deployment, gateway=first, n=3) as stream:
         requests = own.take(3)
         refused = deployment.post("/v1/completions", WHOLE)
-        assert refused.status_code == 429 and refused.headers["Retry-After"] and refused.json()["error"]["code"] == "server_full"
+        assert (
+            refused.status_code == 429
+            and refused.headers["Retry-After"]
+            and refused.json()["error"]["code"] == "server_full"
+        )
         deployment.kill(first)
         del deployment.ports[first]
         stream.wait_end()
@@ -41,13 +47,18 @@ def test_places_outlive_a_gateway_and_come_back_with_the_sequences_end(deploymen
     assert own.held() == 0 and not own.client.exists(f"inflight:{NAME}")
 
 
-def test_tokens_are_bounded_too_and_an_answer_of_nobody_gives_its_place_back(deployment: Deployment, own: Backstage) -> None:
+def test_tokens_are_bounded_too_and_an_answer_of_nobody_gives_its_place_back(
+    deployment: Deployment, own: Backstage
+) -> None:
     start_gateways(deployment, max_tokens_in_flight=1000)
     assert deployment.post("/v1/completions", WHOLE | {"max_tokens": 1000}).status_code == 429
     with begun(deployment, own, 1, max_tokens=900) as (_, request):
         assert deployment.post("/v1/completions", WHOLE | {"max_tokens": 101}).status_code == 429
         assert own.held() == 1
-    wait_until(lambda: own.client.exists(tombstone_key(request.request_id)), description="the client has gone, a tombstone stands")
+    wait_until(
+        lambda: own.client.exists(tombstone_key(request.request_id)),
+        description="the client has gone, a tombstone stands",
+    )
     assert own.held() == 1  # until whoever runs it ends it
     own.end(request)
     assert own.held() == 0
@@ -55,7 +66,9 @@ def test_tokens_are_bounded_too_and_an_answer_of_nobody_gives_its_place_back(dep
 
 def test_a_full_pipeline_is_full_for_those_who_fill_it(deployment: Deployment, own: Backstage, tmp_path: Path) -> None:
     """Two tenants may have half of the places each: whoever has less is not refused."""
-    keys = {tenant: {"Authorization": f"Bearer {add_key(tmp_path / 'keys.json', tenant)}"} for tenant in ("many", "few")}
+    keys = {
+        tenant: {"Authorization": f"Bearer {add_key(tmp_path / 'keys.json', tenant)}"} for tenant in ("many", "few")
+    }
     start_gateways(deployment, max_requests=4, keys_file=tmp_path / "keys.json")
 
     def status(tenant: str, n: int) -> int:
@@ -90,20 +103,36 @@ def test_a_burst_waits_for_connections_to_redis(gateways: Deployment, backstage:
     assert {reply.status_code for reply in asyncio.run(ask())} == {200}
 
 
-def test_every_name_is_served_and_echoed_and_a_missing_stage_is_said_of_its_model(deployment: Deployment, own: Backstage) -> None:
+def test_every_name_is_served_and_echoed_and_a_missing_stage_is_said_of_its_model(
+    deployment: Deployment, own: Backstage
+) -> None:
     start_gateways(deployment, min_priority=-2)
     other = Backstage(deployment.redis_url, "stone", (), stages=("tokenizer", "sampler"))
     try:
         deployment.wait_live("tokenizer-of-stone")
         ask = partial(deployment.post, "/v1/completions", WHOLE | {"model": "stone"})
-        missing = wait_until(lambda: (reply := ask()).status_code == 503 and reply, description="the gateway knows that there is such a model")
+        missing = wait_until(
+            lambda: (reply := ask()).status_code == 503 and reply,
+            description="the gateway knows that there is such a model",
+        )
         assert "no compute is alive for the model stone" in missing.json()["error"]["message"]
         for asked in (deployment.get("/v1/models/stone"), deployment.post("/api/show", {"model": "stone"})):
-            assert asked.status_code == 503 and asked.headers["Retry-After"], "a model that is on its way has not vanished"
-        assert deployment.post("/v1/completions", WHOLE | {"model": "sand"}).status_code == 404 == deployment.get("/v1/models/sand").status_code
+            assert asked.status_code == 503 and asked.headers["Retry-After"], (
+                "a model that is on its way has not vanished"
+            )
+        assert (
+            deployment.post("/v1/completions", WHOLE | {"model": "sand"}).status_code
+            == 404
+            == deployment.get("/v1/models/sand").status_code
+        )
         listed = deployment.get("/v1/models").json()["data"]
-        assert {card["id"]: card["root"] for card in listed} == {NAME: NAME, ALIAS: NAME, "stone": "stone"}, "nor from the list"
-        assert len(deployment.get("/api/tags").json()["models"]) == 3 and len(deployment.get("/api/ps").json()["models"]) == 2
+        assert {card["id"]: card["root"] for card in listed} == {NAME: NAME, ALIAS: NAME, "stone": "stone"}, (
+            "nor from the list"
+        )
+        assert (
+            len(deployment.get("/api/tags").json()["models"]) == 3
+            and len(deployment.get("/api/ps").json()["models"]) == 2
+        )
         assert deployment.post("/api/chat", {"model": "stone:latest"}).status_code == 503
         assert deployment.get(f"/v1/models/{ALIAS}").json()["id"] == ALIAS
         with begun(deployment, own, 1, model=ALIAS, priority=-2) as (stream, request):
@@ -123,8 +152,13 @@ def test_a_cancel_outlives_a_redis_that_restarts(tmp_path: Path, redis_binary: P
             start_gateways(deployment)
             with begun(deployment, own, 1) as (_, request):
                 own.client.shutdown(nosave=True)
-            wait_until(lambda: "redis can't serve" in (tmp_path / "gateway-1.log").read_text(), description="the gateway has noticed")
-            wait_until(lambda: "cancelling" in (tmp_path / "gateway-1.log").read_text(), description="the client has gone")
+            wait_until(
+                lambda: "redis can't serve" in (tmp_path / "gateway-1.log").read_text(),
+                description="the gateway has noticed",
+            )
+            wait_until(
+                lambda: "cancelling" in (tmp_path / "gateway-1.log").read_text(), description="the client has gone"
+            )
             restarted.append(start_server(tmp_path / "redis", binary=redis_binary))
             wait_until(lambda: answers(url), description="redis answers")
             wait_until(lambda: own.controls("cancel"), description="it is cancelled")
@@ -139,7 +173,9 @@ def test_a_cancel_outlives_a_redis_that_restarts(tmp_path: Path, redis_binary: P
 
 
 def test_measurements_are_of_sequences(deployment: Deployment, own: Backstage) -> None:
-    """Two choices that each get one token make no interval; what is refused before it was submitted was not cancelled."""
+    """Two choices that each get one token make no interval; what is refused before it was submitted
+    was not cancelled.
+    """
     start_gateways(deployment)
     assert deployment.post("/v1/completions", WHOLE | {"max_tokens": 0}).status_code == 400
     with streaming(deployment, n=2) as stream:

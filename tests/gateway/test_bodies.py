@@ -40,7 +40,10 @@ def refused(reply: httpx.Response) -> tuple[str | None, str]:
 def test_who_sends_too_much_is_told_so_and_not_cut_off(gateways: Deployment) -> None:
     async def send() -> list[httpx.Response]:
         async with httpx.AsyncClient(trust_env=False, timeout=60) as client:  # which sends all before it reads
-            return [await client.post(gateways.url() + "/v1/completions", content=b"x" * (num_mib * MIB)) for num_mib in (33, 50)]
+            return [
+                await client.post(gateways.url() + "/v1/completions", content=b"x" * (num_mib * MIB))
+                for num_mib in (33, 50)
+            ]
 
     for reply in asyncio.run(send()):
         assert reply.status_code == 413 and "longer than" in reply.json()["error"]["message"]
@@ -73,15 +76,23 @@ def test_the_first_wrong_item_is_named_in_short_bodies_and_in_long_ones(gateways
         body = {"model": NAME, "prompt": "x", "user": "x", field: value, "cache_salt": padding[:256] or "x"}
         content = httpx.Request("POST", "http://x", json=body).content + b" " * len(padding)
         assert refused(post(gateways, content))[0] == param, value
-    huge = b'{"model": "m", "prompt": [1, 1%s]%s}' % (b"0" * 30, b" " * len(padding))  # an integer, though no float of 64 bits would know
-    assert refused(post(gateways, huge)) == ("prompt[1]", "prompt[1]: expected a token id like those before it, got a number beyond 64 bits")
+    huge = b'{"model": "m", "prompt": [1, 1%s]%s}' % (
+        b"0" * 30,
+        b" " * len(padding),
+    )  # an integer, though no float of 64 bits would know
+    assert refused(post(gateways, huge)) == (
+        "prompt[1]",
+        "prompt[1]: expected a token id like those before it, got a number beyond 64 bits",
+    )
     for parts, param in (
         ([{"type": "text", "text": "x"}, {"type": "image_url"}], "messages[0].content[1]"),
         ([{"type": "text", "text": 1}], "messages[0].content[0].text"),
         (["x"], "messages[0].content[0]"),
         (None, "messages[0].content"),
     ):
-        reply = gateways.post("/v1/chat/completions", {**CHAT, "messages": [{"role": "user", "content": parts}], "user": padding[:4096]})
+        reply = gateways.post(
+            "/v1/chat/completions", {**CHAT, "messages": [{"role": "user", "content": parts}], "user": padding[:4096]}
+        )
         assert refused(reply)[0] == param
 
 
@@ -101,17 +112,28 @@ def test_what_is_nested_too_deep_is_refused_in_each_api_s_shape(gateways: Deploy
     call = {"function": {"name": "f", "arguments": HERE}}
     block = {"type": "tool_use", "id": "c", "name": "f", "input": HERE}
     bodies: dict[str, Any] = {
-        "/v1/chat/completions": {"messages": [CHAT["messages"][0], {"role": "assistant", "tool_calls": [{"id": "c", "type": "function", **call}]}]},
+        "/v1/chat/completions": {
+            "messages": [
+                CHAT["messages"][0],
+                {"role": "assistant", "tool_calls": [{"id": "c", "type": "function", **call}]},
+            ]
+        },
         "/v1/messages": {"max_tokens": 1, "messages": [CHAT["messages"][0], {"role": "assistant", "content": [block]}]},
         "/api/chat": {"messages": [CHAT["messages"][0], {"role": "assistant", "content": "", "tool_calls": [call]}]},
         "/v1/responses": {"input": [{"type": "local_shell_call", "call_id": "c", "action": HERE}]},
     }
     for path, body in bodies.items():
         for depth in (200, 255, 987, 5000):
-            reply = post(gateways, content_of({"model": NAME, "user": padding} | body, '{"a":' * depth + "1" + "}" * depth), path)
+            reply = post(
+                gateways, content_of({"model": NAME, "user": padding} | body, '{"a":' * depth + "1" + "}" * depth), path
+            )
             said = reply.json()["error"]
             message = said if isinstance(said, str) else said["message"]
-            assert reply.status_code == 400 and message.endswith("the body is nested deeper than 144 levels"), (path, depth, reply.text)
+            assert reply.status_code == 400 and message.endswith("the body is nested deeper than 144 levels"), (
+                path,
+                depth,
+                reply.text,
+            )
             assert "Retry-After" not in reply.headers and isinstance(said, str) == path.startswith("/api")
             assert (reply.json().get("type") == "error") == (path == "/v1/messages")
     assert not before or {each.pid for each in helper(gateways)} == before
@@ -121,13 +143,22 @@ def test_parts_are_joined_and_long_prompts_arrive_whole(gateways: Deployment, ba
     parts = [{"type": "text", "text": "é" * 50_000}, {"type": "text", "text": "b"}]
     ids = list(range(50_000))
     with ThreadPoolExecutor(2) as pool:
-        pool.submit(gateways.post, "/v1/chat/completions", CHAT | {"messages": [{"role": "user", "content": parts, "name": "Ann"}]})
+        pool.submit(
+            gateways.post,
+            "/v1/chat/completions",
+            CHAT | {"messages": [{"role": "user", "content": parts, "name": "Ann"}]},
+        )
         [chat] = backstage.take()
-        pool.submit(gateways.post, "/v1/completions", BODY | {"stream": False, "stream_options": None, "prompt": [ids, [7]]})
+        pool.submit(
+            gateways.post, "/v1/completions", BODY | {"stream": False, "stream_options": None, "prompt": [ids, [7]]}
+        )
         first, second = backstage.take(2)
         for request in (chat, first, second):
             backstage.end(request)
-    assert chat.messages is not None and (chat.messages[0].content, chat.messages[0].name) == ("é" * 50_000 + "b", "Ann")
+    assert chat.messages is not None and (chat.messages[0].content, chat.messages[0].name) == (
+        "é" * 50_000 + "b",
+        "Ann",
+    )
     assert first.prompt_token_ids is not None and first.prompt_token_ids.tolist() == ids
     assert second.prompt_token_ids is not None and second.prompt_token_ids.tolist() == [7]
 
@@ -160,20 +191,32 @@ def test_no_shape_of_8_mib_keeps_others_waiting(gateways: Deployment) -> None:
 
 def test_what_is_not_here_is_said_in_each_api_s_shape(gateways: Deployment) -> None:
     absent = gateways.get("/v1/assistants")
-    assert (absent.status_code, absent.json()["error"]["code"]) == (404, "unknown_url") and "no GET /v1/assistants" in absent.json()["error"]["message"]
+    assert (absent.status_code, absent.json()["error"]["code"]) == (
+        404,
+        "unknown_url",
+    ) and "no GET /v1/assistants" in absent.json()["error"]["message"]
     other = gateways.post("/v1/responses/compact", {})
-    assert (other.status_code, other.json()["error"]["code"]) == (405, "method_not_supported") and other.headers["Allow"]
+    assert (other.status_code, other.json()["error"]["code"]) == (405, "method_not_supported") and other.headers[
+        "Allow"
+    ]
     assert "no POST /api/push" in gateways.post("/api/push", {"model": "x"}).json()["error"]
     assert gateways.get("/v1/messages/absent").json()["error"]["type"] == "not_found_error"
 
 
 def test_the_docs_list_the_bodies_fields(gateways: Deployment) -> None:
     described = gateways.get("/openapi.json").json()
-    for path, name, field in (("/v1/completions", "CompletionBody", "prompt"), ("/v1/chat/completions", "ChatCompletionBody", "messages")):
+    for path, name, field in (
+        ("/v1/completions", "CompletionBody", "prompt"),
+        ("/v1/chat/completions", "ChatCompletionBody", "messages"),
+    ):
         schema = described["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]
         assert schema == {"$ref": f"#/components/schemas/{name}"}
         properties = described["components"]["schemas"][name]["properties"]
-        assert field in properties and "temperature" in properties and "smaller is sooner" in properties["priority"]["description"]
+        assert (
+            field in properties
+            and "temperature" in properties
+            and "smaller is sooner" in properties["priority"]["description"]
+        )
 
 
 @pytest.mark.parametrize("field", ["response_format", "tools"])
@@ -183,13 +226,17 @@ def test_a_schema_of_megabytes_is_refused_in_the_helper(field: str) -> None:
     value: Any = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
     if field == "tools":
         value = [{"type": "function", "function": {"name": "f", "parameters": schema, "strict": True}}]
-    content = json.dumps(CHAT | {field: value, "tool_choice": "required"} if field == "tools" else CHAT | {field: value}).encode()
+    content = json.dumps(
+        CHAT | {field: value, "tool_choice": "required"} if field == "tools" else CHAT | {field: value}
+    ).encode()
     assert len(content) > 4 * MIB
     with pytest.raises(Invalid):
         bodies.answer(names_of(ChatCompletionBody) + content)
 
 
-@pytest.mark.parametrize("path", ["/v1/responses/", "/v1/streams/", "/v1/files/", "/v1/batches/", "/v1/messages/batches/"])
+@pytest.mark.parametrize(
+    "path", ["/v1/responses/", "/v1/streams/", "/v1/files/", "/v1/batches/", "/v1/messages/batches/"]
+)
 def test_a_long_id_is_not_echoed_whole(gateways: Deployment, path: str) -> None:
     refused = gateways.get(path + "a" * 5000)
     assert refused.status_code == 404 and len(refused.json()["error"]["message"]) < 200

@@ -48,14 +48,18 @@ class Site:
         headers = {"Authorization": f"Bearer {key}"}
         for gateway in self.deployment.ports:
             url = self.deployment.url(gateway) + "/v1/models"
-            wait_until(lambda url=url: self.http.get(url, headers=headers).status_code == 200, description="the key is known")
+            wait_until(
+                lambda url=url: self.http.get(url, headers=headers).status_code == 200, description="the key is known"
+            )
         return key, next(each.tenant_id for each in read_keys(self.path) if each.name == name)
 
     def ask(self, key: str, text: str, model: str = NAME, number: int = 0) -> httpx.Response:
         """A response in the background, which stays in the pipeline until the test ends it."""
         body = {"model": model, "input": text, "background": True, "max_output_tokens": 10}
         return self.http.post(
-            self.deployment.url(list(self.deployment.ports)[number % 2]) + "/v1/responses", json=body, headers={"Authorization": f"Bearer {key}"}
+            self.deployment.url(list(self.deployment.ports)[number % 2]) + "/v1/responses",
+            json=body,
+            headers={"Authorization": f"Bearer {key}"},
         )
 
     def end_all(self) -> None:
@@ -74,7 +78,10 @@ class Site:
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory, redis_binary: Path | None) -> Iterator[Site]:
     folder = tmp_path_factory.mktemp("two-cells")
-    with running_redis(folder / "redis", redis_binary) as url, running_redis(folder / "other-redis", redis_binary) as other_url:
+    with (
+        running_redis(folder / "redis", redis_binary) as url,
+        running_redis(folder / "other-redis", redis_binary) as other_url,
+    ):
         site = Site(folder, url, other_url)
         try:
             yield site
@@ -92,7 +99,9 @@ def test_models_of_all_cells_are_served_each_where_it_is(site: Site) -> None:
     headers = {"Authorization": f"Bearer {key}"}
 
     def models() -> set[str]:
-        return {each["id"] for each in site.http.get(site.deployment.url() + "/v1/models", headers=headers).json()["data"]}
+        return {
+            each["id"] for each in site.http.get(site.deployment.url() + "/v1/models", headers=headers).json()["data"]
+        }
 
     wait_until(lambda: models() >= {NAME, ONLY_THERE}, description="models of both cells are listed")
     assert site.http.get(f"{site.deployment.url()}/v1/models/{ONLY_THERE}", headers=headers).status_code == 200
@@ -115,7 +124,9 @@ def test_requests_a_minute_and_at_once_are_bounded_over_cells(site: Site) -> Non
     again = [site.ask(key, f"{number} of mine", number=number) for number in range(3)]
     assert len(marks_of(again)) == 2, "places come back with their requests' ends"
     places: Any = site.home.client.hgetall(running_key(tenant_id))
-    assert Counter(place.startswith(f"@{OTHER} 0 ".encode()) for place in places.values()) == Counter(reply.json()["id"][-4:] == OTHER for reply in again)
+    assert Counter(place.startswith(f"@{OTHER} 0 ".encode()) for place in places.values()) == Counter(
+        reply.json()["id"][-4:] == OTHER for reply in again
+    )
     site.end_all()
 
 
@@ -123,7 +134,8 @@ def test_places_in_a_cell_that_is_no_more_and_those_that_never_came_to_theirs_co
     key, tenant_id = site.key("left", max_concurrency=3)
     long_ago = int(time.time()) - 60
     site.home.client.hset(
-        running_key(tenant_id), mapping={"x.0": f"@dead {long_ago} {NAME}", "y.0": f"@{OTHER} {long_ago} {NAME}", "z.0": f"@{OTHER} 0 {NAME}"}
+        running_key(tenant_id),
+        mapping={"x.0": f"@dead {long_ago} {NAME}", "y.0": f"@{OTHER} {long_ago} {NAME}", "z.0": f"@{OTHER} 0 {NAME}"},
     )
     assert len(marks_of([site.ask(key, f"{number} of mine", number=number) for number in range(3)])) == 2
     site.end_all()
@@ -141,7 +153,10 @@ def test_a_refused_request_is_not_charged(site: Site) -> None:
 
 
 def test_an_item_that_is_named_is_looked_for_in_its_own_cell(site: Site) -> None:
-    found = {mark: earlier_of(SimpleNamespace(input=[{"type": "item_reference", "id": f"msg_{'0' * 28}{mark}_0"}]))[-4:] for mark in (HOME, OTHER)}
+    found = {
+        mark: earlier_of(SimpleNamespace(input=[{"type": "item_reference", "id": f"msg_{'0' * 28}{mark}_0"}]))[-4:]
+        for mark in (HOME, OTHER)
+    }
     assert found == {HOME: HOME, OTHER: OTHER}
     assert earlier_of(SimpleNamespace(input="text")) == "" == earlier_of(SimpleNamespace(input=[{"type": "message"}]))
     assert earlier_of(SimpleNamespace(previous_response_id="resp_1", input=[])) == "resp_1"
@@ -161,13 +176,18 @@ def test_one_cell_away_is_that_cells_trouble_alone(site: Site) -> None:
     site.other = Backstage(site.other_url)
     wait_until(lambda: health()["status"] == "ok", description="the other cell is back")
     site.other.client.shutdown(nosave=True)
-    wait_until(lambda: any(each.startswith("b: redis can't serve") for each in health()["problems"]), description="it is told")
+    wait_until(
+        lambda: any(each.startswith("b: redis can't serve") for each in health()["problems"]), description="it is told"
+    )
     assert site.http.get(site.deployment.url() + "/ready").status_code == 200
     assert marks_of([site.ask(key, f"{number} beginnings", number=number) for number in range(MOST)]) == {HOME}
     left: Any = site.home.client.hget(quota_key(tenant_id), "requests")
     assert float(left) >= 1000 - MOST
     late = site.deployment.start("gateway", "gateway-3", **site.settings)
-    wait_until(lambda: site.deployment.get("/ready", late).status_code == 200, description="a gateway starts without the other cell")
+    wait_until(
+        lambda: site.deployment.get("/ready", late).status_code == 200,
+        description="a gateway starts without the other cell",
+    )
     told = site.http.get(site.deployment.url(late) + "/metrics", headers={"Authorization": f"Bearer {site.root}"}).text
     assert f'penstock_requests_in_flight{{model_name="{NAME}"}} {MOST}.0' in told and "penstock_redis_up 0.0" in told
 
@@ -189,7 +209,9 @@ def test_cells_have_names_of_their_own() -> None:
 def context(mark: str, num_computes: int, num_sequences: int) -> tuple[Any, str]:
     """As much of a context as choosing looks at, and a model."""
     stage = SimpleNamespace(registry=SimpleNamespace(of=lambda *_: [None] * num_computes))
-    return SimpleNamespace(mark=mark, stage=stage, pipeline=SimpleNamespace(subscriptions=SimpleNamespace(num_sequences=num_sequences))), "m"
+    return SimpleNamespace(
+        mark=mark, stage=stage, pipeline=SimpleNamespace(subscriptions=SimpleNamespace(num_sequences=num_sequences))
+    ), "m"
 
 
 @given(st.lists(st.tuples(st.integers(1, 8), st.integers(0, 200)), min_size=1, max_size=6), st.text(max_size=8))
@@ -217,5 +239,7 @@ def test_prompts_that_begin_alike_have_one_beginning() -> None:
     message = SimpleNamespace(role="user", content="Hello " * 100)
     assert beginning_of(body(messages=[message, message, "later"])) == beginning_of(body(messages=[message, message]))
     assert beginning_of(body(prompt=["x" * 1000])) == "x" * 256 and beginning_of(body(input="words")) == "words"
-    assert beginning_of(body(input=[{"type": "message", "content": [{"type": "input_text", "text": "seen"}]}])) == "seen"
+    assert (
+        beginning_of(body(input=[{"type": "message", "content": [{"type": "input_text", "text": "seen"}]}])) == "seen"
+    )
     assert beginning_of(body()) == "" == beginning_of(body(prompt=[[1, 2, 3]]))

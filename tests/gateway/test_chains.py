@@ -1,4 +1,6 @@
-"""Chains of stored responses: each turn is kept once or twice, whatever the number of turns, and each response is read as if it kept all of them."""
+"""Chains of stored responses: each turn is kept once or twice, whatever the number of turns, and
+each response is read as if it kept all of them.
+"""
 
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -18,7 +20,9 @@ TURN = "word " * 400  # 2,000 bytes
 def say(gateways: Deployment, backstage: Backstage, text: str, before: str | None = None) -> str:
     """One turn. Returns the response's id."""
     with ThreadPoolExecutor(1) as pool:
-        asked = pool.submit(gateways.post, "/v1/responses", {"model": NAME, "input": text, "previous_response_id": before})
+        asked = pool.submit(
+            gateways.post, "/v1/responses", {"model": NAME, "input": text, "previous_response_id": before}
+        )
         [request] = backstage.take()
         backstage.write_texts(request, [f"answer to {text[:8]}"])
         reply = asked.result()
@@ -47,15 +51,22 @@ def test_a_chain_takes_memory_for_each_turn_and_not_for_all_before_it(deployment
             chain.append(say(deployment, own, turn, chain[-1] if chain else None))
         sizes = [client.strlen(stored_key(each)) for each in chain]
         assert max(sizes[:-2]) < len(TURN) < 10 * len(TURN) < min(sizes[-2:]), sizes
-        assert int(client.get(held_key("") + held_bytes_key("")) or 0) == sum(sizes), "the tenant's account has what is there"
-        assert orjson.loads(client.get(stored_key(chain[-1]))).keys() == {"asked", "items"}, "what is whole is as it always was"
+        assert int(client.get(held_key("") + held_bytes_key("")) or 0) == sum(sizes), (
+            "the tenant's account has what is there"
+        )
+        assert orjson.loads(client.get(stored_key(chain[-1]))).keys() == {"asked", "items"}, (
+            "what is whole is as it always was"
+        )
         for number, response_id in enumerate(chain):
             assert inputs(deployment, response_id) == [turn[:8] for turn in turns[: number + 1]]
 
         branch = say(deployment, own, "branched", chain[3])  # from one that names another
         assert inputs(deployment, branch) == [*(turn[:8] for turn in turns[:4]), "branched"]
         for gone in (5, 11, 4, 10):  # links, and those that keep
-            assert httpx.delete(f"{deployment.url()}/v1/responses/{chain[gone]}", timeout=60, trust_env=False).status_code == 200
+            assert (
+                httpx.delete(f"{deployment.url()}/v1/responses/{chain[gone]}", timeout=60, trust_env=False).status_code
+                == 200
+            )
             chain[gone] = ""
             for number, response_id in enumerate(chain):
                 if response_id:
@@ -72,8 +83,14 @@ def test_a_record_of_a_newer_version_is_another_gateways_to_read(deployment: Dep
         for other in (orjson.dumps(orjson.loads(known) | {"of_tomorrow": 1}), b"no JSON", b"[]"):
             client.set(stored_key(response_id), other)
             reply = deployment.get(f"/v1/responses/{response_id}")
-            assert (reply.status_code, reply.headers["retry-after"], reply.json()["error"]["code"]) == (503, "2", "stored_response_unreadable")
-            going_on = deployment.post("/v1/responses", {"model": NAME, "input": "more", "previous_response_id": response_id})
+            assert (reply.status_code, reply.headers["retry-after"], reply.json()["error"]["code"]) == (
+                503,
+                "2",
+                "stored_response_unreadable",
+            )
+            going_on = deployment.post(
+                "/v1/responses", {"model": NAME, "input": "more", "previous_response_id": response_id}
+            )
             assert (going_on.status_code, going_on.json()["error"]["code"]) == (503, "stored_response_unreadable")
         client.set(stored_key(response_id), known)
     assert inputs(deployment, response_id) == ["hello"]

@@ -29,16 +29,23 @@ GET = b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\n\r\n"
 
 
 @pytest.fixture(scope="module")
-def impatient(tmp_path_factory: pytest.TempPathFactory, redis_binary: Path | None) -> Iterator[tuple[Deployment, Backstage]]:
+def impatient(
+    tmp_path_factory: pytest.TempPathFactory, redis_binary: Path | None
+) -> Iterator[tuple[Deployment, Backstage]]:
     """A gateway with short patience, but for bodies: while one test holds some of them back, it sends another."""
     folder = tmp_path_factory.mktemp("impatient")
     with running_redis(folder / "redis", redis_binary) as url:
         deployment, backstage = Deployment(url, folder), Backstage(url)
         try:
             start_gateways(
-                deployment, header_timeout_s=0.5, keep_alive_timeout_s=KEEP_ALIVE_S, write_timeout_s=0.5, body_timeout_s=5.0, max_connections=8,
+                deployment,
+                header_timeout_s=0.5,
+                keep_alive_timeout_s=KEEP_ALIVE_S,
+                write_timeout_s=0.5,
+                body_timeout_s=5.0,
+                max_connections=8,
                 max_body_memory=1 << 20,
-            )  # fmt: skip
+            )
             yield deployment, backstage
         finally:
             deployment.stop()
@@ -47,7 +54,9 @@ def impatient(tmp_path_factory: pytest.TempPathFactory, redis_binary: Path | Non
 
 @contextmanager
 def standing_still(deployment: Deployment) -> Iterator[None]:
-    """The gateway is stopped. What is sent meanwhile over a new connection is there when it accepts: its patience is not with this process' speed."""
+    """The gateway is stopped. What is sent meanwhile over a new connection is there when it
+    accepts: its patience is not with this process' speed.
+    """
     (gateway,) = deployment.processes.values()
     gateway.send_signal(signal.SIGSTOP)
     try:
@@ -97,7 +106,9 @@ def trickle_until_closed(sock: socket.socket, data: bytes) -> float:
 
 def read_response(sock: socket.socket) -> bytes:
     data = b""
-    while b"\r\n\r\n" not in data or len(data.partition(b"\r\n\r\n")[2]) < int(data.lower().partition(b"content-length: ")[2].split(b"\r\n")[0]):
+    while b"\r\n\r\n" not in data or len(data.partition(b"\r\n\r\n")[2]) < int(
+        data.lower().partition(b"content-length: ")[2].split(b"\r\n")[0]
+    ):
         if not (some := sock.recv(4096)):
             raise ConnectionResetError
         data += some
@@ -115,12 +126,19 @@ def test_headers_that_trickle_or_never_come_are_not_waited_for(impatient: tuple[
         assert read_response(second).startswith(b"HTTP/1.1 200")
         assert trickle_until_closed(slow, b"GET / HTTP/1.1\r\nX: " + b"x" * 500) < CLOSED_WITHIN_S
         assert silent.recv(1) == b""
-        assert trickle_until_closed(second, b"GET / HTTP/1.1\r\nX: " + b"x" * 500) < CLOSED_WITHIN_S  # a request after one that was answered
+        assert (
+            trickle_until_closed(second, b"GET / HTTP/1.1\r\nX: " + b"x" * 500) < CLOSED_WITHIN_S
+        )  # a request after one that was answered
 
 
 @pytest.mark.parametrize(
     ("head", "status"),
-    [(b"HTTP/1.1\r\n", 400), (b"HTTP/1.1\r\nHost: localhost\r\nHost: localhost\r\n", 400), (b"HTTP/1.1\r\nHost:\r\n", 200), (b"HTTP/1.0\r\n", 200)],
+    [
+        (b"HTTP/1.1\r\n", 400),
+        (b"HTTP/1.1\r\nHost: localhost\r\nHost: localhost\r\n", 400),
+        (b"HTTP/1.1\r\nHost:\r\n", 200),
+        (b"HTTP/1.0\r\n", 200),
+    ],
     ids=["none", "two", "empty", "none in HTTP/1.0"],
 )
 def test_a_request_has_one_host(impatient: tuple[Deployment, Backstage], head: bytes, status: int) -> None:
@@ -130,10 +148,17 @@ def test_a_request_has_one_host(impatient: tuple[Deployment, Backstage], head: b
 
 
 @pytest.mark.parametrize("request_bytes", [b"nonsense\r\n\r\n", b"GET / HTTP/1.1\r\nHost localhost\r\n\r\n"])
-def test_what_is_no_http_is_an_error_in_the_usual_shape(impatient: tuple[Deployment, Backstage], request_bytes: bytes) -> None:
+def test_what_is_no_http_is_an_error_in_the_usual_shape(
+    impatient: tuple[Deployment, Backstage], request_bytes: bytes
+) -> None:
     head, _, body = answer(impatient[0], request_bytes).partition(b"\r\n\r\n")
     assert head.startswith(b"HTTP/1.1 400 ") and b"application/json" in head
-    assert json.loads(body)["error"] == {"message": "this is no HTTP/1.1 request", "type": "invalid_request_error", "param": None, "code": "invalid_http"}
+    assert json.loads(body)["error"] == {
+        "message": "this is no HTTP/1.1 request",
+        "type": "invalid_request_error",
+        "param": None,
+        "code": "invalid_http",
+    }
 
 
 def test_what_anybody_can_send_makes_no_warning(impatient: tuple[Deployment, Backstage]) -> None:
@@ -145,7 +170,9 @@ def test_what_anybody_can_send_makes_no_warning(impatient: tuple[Deployment, Bac
     assert "error=invalid_http" in told and "uvicorn" not in told and "WebSocket" not in told
 
 
-@pytest.mark.parametrize("head", [GET[:-2], b"GET /", b"GET / HTTP/1.1\r\nX: ", b""], ids=["many headers", "path", "header", "nothing"])
+@pytest.mark.parametrize(
+    "head", [GET[:-2], b"GET /", b"GET / HTTP/1.1\r\nX: ", b""], ids=["many headers", "path", "header", "nothing"]
+)
 def test_headers_have_a_bound_on_their_bytes(impatient: tuple[Deployment, Backstage], head: bytes) -> None:
     reply = answer_to_a_flood(impatient[0], head, b"X: x\r\n" if head == GET[:-2] else b"x" if head else b"\r\n")
     error = json.loads(reply.partition(b"\r\n\r\n")[2])["error"]
@@ -154,20 +181,29 @@ def test_headers_have_a_bound_on_their_bytes(impatient: tuple[Deployment, Backst
 
 
 def test_trailers_have_it_too_and_long_bodies_in_small_chunks_do_not(impatient: tuple[Deployment, Backstage]) -> None:
-    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nTransfer-Encoding: chunked\r\n\r\n"
+    head = (
+        b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nTransfer-Encoding: chunked\r\n\r\n"
+    )
     assert answer_to_a_flood(impatient[0], head + b"1\r\n{\r\n0\r\n" + b"X: x\r\n" * 50_000, b"X: x\r\n") == b""
     reply = answer(impatient[0], head + b"1\r\n \r\n" * 40_000 + b"0\r\n\r\n")
-    assert reply.startswith(b"HTTP/1.1 400") and json.loads(reply.partition(b"\r\n\r\n")[2])["error"]["code"] == "invalid_json"
+    assert (
+        reply.startswith(b"HTTP/1.1 400")
+        and json.loads(reply.partition(b"\r\n\r\n")[2])["error"]["code"] == "invalid_json"
+    )
 
 
 def test_an_upgrade_to_websockets_is_answered_as_what_it_is_without(impatient: tuple[Deployment, Backstage]) -> None:
     asked = GET.replace(
-        b"\r\n\r\n", b"\r\nUpgrade: websocket\r\nConnection: Upgrade\r\nSec-WebSocket-Version: 13\r\nSec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\n\r\n"
+        b"\r\n\r\n",
+        b"\r\nUpgrade: websocket\r\nConnection: Upgrade\r\nSec-WebSocket-Version: 13\r\nSec-WebSocket-Key: "
+        b"dGhlIHNhbXBsZSBub25jZQ==\r\n\r\n",
     )
     assert answer(impatient[0], asked).startswith(b"HTTP/1.1 200 ")
 
 
-def test_an_idle_connection_outlives_headers_patience_and_is_closed_in_its_own_time(impatient: tuple[Deployment, Backstage]) -> None:
+def test_an_idle_connection_outlives_headers_patience_and_is_closed_in_its_own_time(
+    impatient: tuple[Deployment, Backstage],
+) -> None:
     deployment, _ = impatient
     with connection(deployment, GET) as idle, connection(deployment, GET) as teasing:
         for each in (teasing, idle):
@@ -185,19 +221,31 @@ def test_an_idle_connection_outlives_headers_patience_and_is_closed_in_its_own_t
 
 def test_a_body_that_does_not_come_is_408(impatient: tuple[Deployment, Backstage]) -> None:
     deployment, _ = impatient
-    with connection(deployment, b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\n{") as sock:
+    with connection(
+        deployment, b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\n{"
+    ) as sock:
         reply = read_response(sock)
-        assert reply.startswith(b"HTTP/1.1 408") and json.loads(reply.partition(b"\r\n\r\n")[2])["error"]["code"] == "body_timeout"
+        assert (
+            reply.startswith(b"HTTP/1.1 408")
+            and json.loads(reply.partition(b"\r\n\r\n")[2])["error"]["code"] == "body_timeout"
+        )
         assert sock.recv(1) == b""
 
 
 def test_bodies_that_are_half_here_can_not_take_all_memory(impatient: tuple[Deployment, Backstage]) -> None:
-    """With a bound of 1 MiB: a third body of 400 KiB is refused while two others are waited for, and welcome when they are gone."""
+    """With a bound of 1 MiB: a third body of 400 KiB is refused while two others are waited for,
+    and welcome when they are gone.
+    """
     deployment, _ = impatient
     body = json.dumps({"model": "m", "prompt": [1, "x"], "user": "x" * 400_000}).encode()
-    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nContent-Length: %d\r\n\r\n" % len(body)
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nContent-Length: %d\r\n\r\n" % len(
+        body
+    )
     with connection(deployment, head + body[:-1]) as one, connection(deployment, head + body[:-1]) as other:
-        reply = wait_until(lambda: (third := answer(deployment, head + body)).startswith(b"HTTP/1.1 503") and third, description="both bodies are held")
+        reply = wait_until(
+            lambda: (third := answer(deployment, head + body)).startswith(b"HTTP/1.1 503") and third,
+            description="both bodies are held",
+        )
         assert b"retry-after: 1" in reply.lower()
         for sock in (one, other):
             sock.sendall(body[-1:])
@@ -205,15 +253,22 @@ def test_bodies_that_are_half_here_can_not_take_all_memory(impatient: tuple[Depl
     assert answer(deployment, head + body).startswith(b"HTTP/1.1 400")
 
 
-def test_a_client_that_does_not_read_loses_its_connection_and_its_sequences(impatient: tuple[Deployment, Backstage]) -> None:
+def test_a_client_that_does_not_read_loses_its_connection_and_its_sequences(
+    impatient: tuple[Deployment, Backstage],
+) -> None:
     deployment, backstage = impatient
     body = json.dumps(BODY | {"max_tokens": 5000}).encode()
-    with connection(deployment, b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body)) as sock:
+    with connection(
+        deployment,
+        b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body),
+    ) as sock:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         [request] = backstage.take()
         for position in range(1, 41):  # 10 MB: more than the kernel keeps for a connection
             backstage.write(request, position, text="x" * 250_000)
-        wait_until(lambda: backstage.client.exists(tombstone_key(request.request_id)), description="it is cut and cancelled")
+        wait_until(
+            lambda: backstage.client.exists(tombstone_key(request.request_id)), description="it is cut and cancelled"
+        )
     backstage.end(request)
     assert backstage.held() == 0
 
@@ -225,7 +280,10 @@ def test_one_connection_too_many_is_told_so(impatient: tuple[Deployment, Backsta
             sockets = [stack.enter_context(connect(deployment)) for _ in range(9)]
             sockets[-1].sendall(GET)
         reply = read_response(sockets[-1])
-        assert reply.startswith(b"HTTP/1.1 503") and json.loads(reply.partition(b"\r\n\r\n")[2])["error"]["code"] == "too_many_connections"
+        assert (
+            reply.startswith(b"HTTP/1.1 503")
+            and json.loads(reply.partition(b"\r\n\r\n")[2])["error"]["code"] == "too_many_connections"
+        )
     wait_until(lambda: deployment.get("/v1/models").status_code == 200, description="there is room again")
 
 

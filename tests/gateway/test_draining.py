@@ -1,4 +1,6 @@
-"""SIGTERM with open responses: they end with a word on where to go on, nothing is cancelled, and nothing is said in tracebacks."""
+"""SIGTERM with open responses: they end with a word on where to go on, nothing is cancelled, and
+nothing is said in tracebacks.
+"""
 
 import asyncio
 import json
@@ -28,14 +30,21 @@ def test_sigterm_hands_open_responses_over(deployment: Deployment, own: Backstag
     first, second = start_gateways(deployment, 2)
     whole: list[httpx.Response] = []
     url = deployment.url(first) + "/v1/completions"
-    asking = threading.Thread(target=lambda: whole.append(httpx.post(url, json=BODY | {"stream": False, "stream_options": None}, timeout=60, trust_env=False)))
+    asking = threading.Thread(
+        target=lambda: whole.append(
+            httpx.post(url, json=BODY | {"stream": False, "stream_options": None}, timeout=60, trust_env=False)
+        )
+    )
     with begun(deployment, own, 1, gateway=first) as (stream, request):
         asking.start()
         own.take()
         with streaming(deployment, gateway=first) as ending:
             [short] = own.take()
             deployment.processes[first].terminate()
-            wait_until(lambda: first not in {each.replica_id for each in deployment.registry().replicas}, description="it has left the registry")
+            wait_until(
+                lambda: first not in {each.replica_id for each in deployment.registry().replicas},
+                description="it has left the registry",
+            )
             own.write(short, 1, finish=1)
             ending.wait_end()
             assert ending.text == "1 " and ending.error is None  # what ends within the time ends as always
@@ -44,10 +53,16 @@ def test_sigterm_hands_open_responses_over(deployment: Deployment, own: Backstag
         response_id = stream.chunks[0]["id"]
         assert stream.error == {
             "message": f"the gateway is shutting down: resume with GET /v1/streams/{response_id}",
-            "type": "unavailable_error", "param": None, "code": "gateway_draining",
-        }  # fmt: skip
+            "type": "unavailable_error",
+            "param": None,
+            "code": "gateway_draining",
+        }
         assert stream.lines[-2] == "data: [DONE]"
-        assert whole[0].status_code == 503 and whole[0].json()["error"]["code"] == "gateway_draining" and whole[0].headers["Retry-After"]
+        assert (
+            whole[0].status_code == 503
+            and whole[0].json()["error"]["code"] == "gateway_draining"
+            and whole[0].headers["Retry-After"]
+        )
         assert deployment.processes.pop(first).wait(60) == 0
         assert "Traceback" not in (tmp_path / f"{first}.log").read_text()
         assert not own.controls("cancel") and not own.client.exists(tombstone_key(request.request_id))
@@ -72,7 +87,15 @@ def test_a_taken_port_is_one_line(own: Backstage, deployment: Deployment) -> Non
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
-        command = [sys.executable, "-m", "services.gateway", "--port", str(taken.getsockname()[1]), "--redis-url", "unix:///nowhere"]
+        command = [
+            sys.executable,
+            "-m",
+            "services.gateway",
+            "--port",
+            str(taken.getsockname()[1]),
+            "--redis-url",
+            "unix:///nowhere",
+        ]
         found = subprocess.run(command, capture_output=True, text=True, timeout=200)  # the port comes before Redis
     assert found.returncode == 2
     assert found.stderr.startswith("penstock: could not listen on 127.0.0.1:") and len(found.stderr.splitlines()) == 1

@@ -20,7 +20,10 @@ def add_at_once(redis_url: str, folder: Path, count: int) -> list[FileRecord | B
     async def adding() -> list[FileRecord | BaseException]:
         async with redis.asyncio.Redis.from_url(redis_url) as client:
             store = FileStore(client, Storage(str(folder)))
-            files = [store.add(io.BytesIO(b"x" * SIZE), "somebody", "lines.jsonl", "batch", 3600, max_size=ROOM * SIZE) for _ in range(count)]
+            files = [
+                store.add(io.BytesIO(b"x" * SIZE), "somebody", "lines.jsonl", "batch", 3600, max_size=ROOM * SIZE)
+                for _ in range(count)
+            ]
             return await asyncio.gather(*files, return_exceptions=True)
 
     return asyncio.run(adding())
@@ -40,7 +43,9 @@ def test_what_a_killed_gateway_has_reserved_is_given_up(redis_url: str, tmp_path
         now = int(client.time()[0]) * 1000
         client.zadd(uploads_key("somebody"), {f"file-a/{SIZE}": now - 1, f"file-b/{SIZE}": now + 60_000})
         found = add_at_once(redis_url, tmp_path, 3)
-        assert sorted(isinstance(each, FileRecord) for each in found) == [False, True, True], "one of the two has its room still"
+        assert sorted(isinstance(each, FileRecord) for each in found) == [False, True, True], (
+            "one of the two has its room still"
+        )
         assert client.zrange(uploads_key("somebody"), 0, -1) == [f"file-b/{SIZE}".encode()]
         assert 0 < client.ttl(uploads_key("somebody")) <= RESERVED_S
 

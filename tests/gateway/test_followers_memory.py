@@ -1,4 +1,6 @@
-"""Followers of responses at a gateway: all that they hold is counted, until the last has left, and a tenant has a share of it."""
+"""Followers of responses at a gateway: all that they hold is counted, until the last has left, and
+a tenant has a share of it.
+"""
 
 import asyncio
 import gc
@@ -32,9 +34,20 @@ def record_of(response_id: str, tenant_id: str = "") -> ResponseRecord:
 
 
 def event_of(record: ResponseRecord, position: int, num_tokens: int, num_top: int) -> TokenEvent:
-    top = tuple(TopLogprob(f" word{number}", f" word{number}".encode(), -1.5 - number, number) for number in range(num_top))
+    top = tuple(
+        TopLogprob(f" word{number}", f" word{number}".encode(), -1.5 - number, number) for number in range(num_top)
+    )
     logprobs = (TokenLogprob(" word", b" word", -1.25, top),) if num_top else None
-    return TokenEvent(record.request_ids[0], position, 7, f" {position}", 9, 0, logprobs=logprobs, finish_reason="stop" if position == num_tokens else None)
+    return TokenEvent(
+        record.request_ids[0],
+        position,
+        7,
+        f" {position}",
+        9,
+        0,
+        logprobs=logprobs,
+        finish_reason="stop" if position == num_tokens else None,
+    )
 
 
 async def write(store: Store, record: ResponseRecord, *, num_top: int = 0, last: int = NUM_TOKENS) -> None:
@@ -50,7 +63,10 @@ async def write(store: Store, record: ResponseRecord, *, num_top: int = 0, last:
 @pytest.fixture
 def run(redis_url: str) -> Callable[[Body], None]:
     async def with_store(body: Body) -> None:
-        async with redis.asyncio.Redis.from_url(redis_url) as client, redis.asyncio.Redis.from_url(redis_url) as followers:
+        async with (
+            redis.asyncio.Redis.from_url(redis_url) as client,
+            redis.asyncio.Redis.from_url(redis_url) as followers,
+        ):
             await body(Store(client, followers, 0.2))
 
     return lambda body: asyncio.run(with_store(body))
@@ -83,7 +99,9 @@ def test_followers_share_what_is_counted_until_the_last_leaves(run: Callable[[Bo
     run(body)
 
 
-def test_of_a_long_response_each_holds_only_what_he_has_not_read(run: Callable[[Body], None], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_a_long_response_each_holds_only_what_he_has_not_read(
+    run: Callable[[Body], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
     record = record_of("resp_a")
 
     async def body(store: Store) -> None:
@@ -91,7 +109,10 @@ def test_of_a_long_response_each_holds_only_what_he_has_not_read(run: Callable[[
         expected = await rest(store.follow(record, ASKED))
         store.replays.forget("resp_a")
         monkeypatch.setattr(stored, "MAX_WHOLE", 256 << 10)
-        assert json.loads((await store.read(record, StoredResponse(ASKED, []))).body()) == events_of(expected)[-1]["response"]
+        assert (
+            json.loads((await store.read(record, StoredResponse(ASKED, []))).body())
+            == events_of(expected)[-1]["response"]
+        )
         async with AsyncExitStack() as stack:
             streams = [await stack.enter_async_context(aclosing(store.follow(record, ASKED))) for _ in range(6)]  # type: ignore[type-var]
             sent, most = [b""] * 6, 0
@@ -141,26 +162,40 @@ def test_the_count_is_what_is_held(num_top: int, num_tools: int, first: int | No
     assert 0.95 * real < counted < 4 * real
 
 
-def test_a_tenant_beyond_its_share_is_refused_and_others_are_not(run: Callable[[Body], None], monkeypatch: pytest.MonkeyPatch) -> None:
-    records = [record_of(f"resp_{name}", tenant) for name, tenant in (("a", "greedy"), ("b", "greedy"), ("c", "greedy"), ("d", "other"))]
+def test_a_tenant_beyond_its_share_is_refused_and_others_are_not(
+    run: Callable[[Body], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    records = [
+        record_of(f"resp_{name}", tenant)
+        for name, tenant in (("a", "greedy"), ("b", "greedy"), ("c", "greedy"), ("d", "other"))
+    ]
 
     async def body(store: Store) -> None:
         for record in records:
             await write(store, record)
         monkeypatch.setattr(replays, "MAX_HELD_OF_ONE", 96 << 10)
         async with AsyncExitStack() as stack:
-            first, second = [await stack.enter_async_context(aclosing(store.follow(each, ASKED))) for each in records[:2]]  # type: ignore[type-var]
+            first, second = [
+                await stack.enter_async_context(aclosing(store.follow(each, ASKED)))  # type: ignore[type-var]
+                for each in records[:2]
+            ]
             begun = [await anext(first), await anext(second), await anext(first), await anext(second)]
             with pytest.raises(Rejected) as refused:
                 store.follow(records[2], ASKED)
             assert (refused.value.status, refused.value.code) == (429, "too_many_streams")
             assert events_of(await rest(store.follow(records[3], ASKED)))[-1]["type"] == "response.completed"
             *told, error = events_of(begun[1] + begun[3] + await rest(second))
-            assert (error["type"], error["code"], error["sequence_number"]) == ("error", "too_many_streams", told[-1]["sequence_number"])
+            assert (error["type"], error["code"], error["sequence_number"]) == (
+                "error",
+                "too_many_streams",
+                told[-1]["sequence_number"],
+            )
             assert error["message"].endswith(f"starting_after={error['sequence_number']}")
             assert events_of(await rest(first))[-1]["type"] == "response.completed", "the oldest goes on"
         more = events_of(await rest(store.follow(records[1], ASKED, error["sequence_number"])))
-        assert [each["sequence_number"] for each in told + more] == list(range(len(told + more))) and more[-1]["type"] == "response.completed"
+        assert [each["sequence_number"] for each in told + more] == list(range(len(told + more))) and more[-1][
+            "type"
+        ] == "response.completed"
         monkeypatch.setattr(replays, "MAX_HELD", 1)
         async with aclosing(store.follow(records[2], ASKED)) as third:  # type: ignore[type-var]
             await anext(third)

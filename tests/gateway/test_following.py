@@ -1,4 +1,6 @@
-"""Background responses behind a gateway: readers follow the log, and are told when the gateway leaves or Redis has lost the response."""
+"""Background responses behind a gateway: readers follow the log, and are told when the gateway
+leaves or Redis has lost the response.
+"""
 
 import json
 from concurrent.futures import ThreadPoolExecutor
@@ -22,7 +24,9 @@ def events_of(lines: list[str]) -> list[Any]:
 
 
 def follow(deployment: Deployment, response_id: str, gateway: str) -> Any:
-    return httpx.stream("GET", deployment.url(gateway) + f"/v1/responses/{response_id}?stream=true", timeout=60, trust_env=False)
+    return httpx.stream(
+        "GET", deployment.url(gateway) + f"/v1/responses/{response_id}?stream=true", timeout=60, trust_env=False
+    )
 
 
 def test_a_gateway_that_drains_says_where_to_go_on(deployment: Deployment, own: Backstage) -> None:
@@ -50,7 +54,9 @@ def test_a_gateway_that_drains_says_where_to_go_on(deployment: Deployment, own: 
     assert not own.held() and not own.controls("attach") and not own.controls("cancel")
 
 
-def test_what_redis_has_lost_is_an_error_and_a_log_with_a_gap_a_failure(gateways: Deployment, backstage: Backstage) -> None:
+def test_what_redis_has_lost_is_an_error_and_a_log_with_a_gap_a_failure(
+    gateways: Deployment, backstage: Backstage
+) -> None:
     lost, torn = (gateways.post("/v1/responses", BODY).json()["id"] for _ in range(2))
     first, second = backstage.take(2)
     with follow(gateways, lost, "gateway-2") as response:
@@ -63,7 +69,9 @@ def test_what_redis_has_lost_is_an_error_and_a_log_with_a_gap_a_failure(gateways
     assert found["status"] == "failed" and "gap" in found["error"]["message"]
 
 
-def test_a_log_that_redis_cut_and_that_ended_before_its_reader_ends_the_stream(gateways: Deployment, backstage: Backstage) -> None:
+def test_a_log_that_redis_cut_and_that_ended_before_its_reader_ends_the_stream(
+    gateways: Deployment, backstage: Backstage
+) -> None:
     """A Redis that came back without its last writes: the request ended at a token that the reader has passed."""
     response_id = gateways.post("/v1/responses", BODY).json()["id"]
     (request,) = backstage.take()
@@ -79,7 +87,13 @@ def test_a_log_that_redis_cut_and_that_ended_before_its_reader_ends_the_stream(g
         for entry_id, values in kept:
             client.xadd(key, values, id=entry_id)
         with client.pipeline(transaction=False) as pipe:
-            end_request(pipe, NAME, request.request_id, None, error=RequestError("Redis has lost a part of this request's tokens"))
+            end_request(
+                pipe,
+                NAME,
+                request.request_id,
+                None,
+                error=RequestError("Redis has lost a part of this request's tokens"),
+            )
             pipe.execute()
         *_, failed = events_of(list(lines))
     assert failed["type"] == "response.failed" and "lost a part" in failed["response"]["error"]["message"]
@@ -93,7 +107,9 @@ def test_who_reads_an_ended_response_again_reads_no_log(gateways: Deployment, ba
     whole, stream = gateways.get(path, "gateway-1"), gateways.get(f"{path}?stream=true", "gateway-1")
     assert whole.json()["output"][0]["content"][0]["text"] == "".join(f"{number} " for number in range(1, 601))
     events = events_of(stream.text.splitlines())
-    assert [event["sequence_number"] for event in events] == list(range(len(events))) and events[-1]["response"] == whole.json()
+    assert [event["sequence_number"] for event in events] == list(range(len(events))) and events[-1][
+        "response"
+    ] == whole.json()
     backstage.client.delete(log_key(request.request_id))
     assert gateways.get(path, "gateway-1").json() == whole.json()
     assert gateways.get(f"{path}?stream=true", "gateway-1").text == stream.text

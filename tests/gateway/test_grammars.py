@@ -1,4 +1,6 @@
-"""The check of clients' grammars: bounded in time, memory and number, in processes that can die; and a tenant's own wait."""
+"""The check of clients' grammars: bounded in time, memory and number, in processes that can die;
+and a tenant's own wait.
+"""
 
 import asyncio
 
@@ -266,7 +268,9 @@ def test_a_grammar_is_charged_before_it_is_tried_and_its_request_once(redis_url:
         caller = await ask(GOOD)
         assert caller.headers["x-ratelimit-remaining-requests"] == "1"
         charge = caller.charge(10, 5, 1)
-        assert charge is not None and (charge.requests, charge.tokens) == (0, 10), "its tokens are charged with what is handed over"
+        assert charge is not None and (charge.requests, charge.tokens) == (0, 10), (
+            "its tokens are charged with what is handed over"
+        )
         with pytest.raises(Invalid):
             await ask(BAD)
         with pytest.raises(Rejected) as refusal:

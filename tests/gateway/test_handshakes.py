@@ -27,7 +27,9 @@ def read_all(sock: socket.socket) -> bytes:
     return b""
 
 
-def test_half_handshakes_keep_nobody_out(deployment: Deployment, tmp_path: Path, own: Backstage, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_half_handshakes_keep_nobody_out(
+    deployment: Deployment, tmp_path: Path, own: Backstage, monkeypatch: pytest.MonkeyPatch
+) -> None:
     raise_file_limit()
     authority = trustme.CA()
     authority.issue_cert("localhost").private_key_and_cert_chain_pem.write_to_path(tmp_path / "own.pem")
@@ -41,18 +43,26 @@ def test_half_handshakes_keep_nobody_out(deployment: Deployment, tmp_path: Path,
     deployment.wait_live(gateway)
     port, context = deployment.ports[gateway], ssl.create_default_context()
     authority.configure_trust(context)
-    with ExitStack() as stack, httpx.Client(base_url=f"https://localhost:{port}", verify=context, timeout=60, trust_env=False) as before:
+    with (
+        ExitStack() as stack,
+        httpx.Client(base_url=f"https://localhost:{port}", verify=context, timeout=60, trust_env=False) as before,
+    ):
         wait_until(lambda: before.get("/ready").status_code == 200, description="the gateway is ready")
         half = [stack.enter_context(socket.create_connection(("127.0.0.1", port), timeout=60)) for _ in range(MANY)]
         for sock in half:
             with suppress(ConnectionError):
                 sock.sendall(HALF)
         for _ in range(5):  # each over a connection of its own
-            with httpx.Client(transport=httpx.HTTPTransport(verify=context, local_address="127.0.0.2"), timeout=60) as other:
+            with httpx.Client(
+                transport=httpx.HTTPTransport(verify=context, local_address="127.0.0.2"), timeout=60
+            ) as other:
                 assert other.get(f"https://localhost:{port}/health").status_code == 200
         assert before.get("/v1/models").status_code == 200, "who had a connection has it still"
         assert [read_all(sock) for sock in half] == [b""] * MANY, "all of them end"
-        assert httpx.get(f"https://localhost:{port}/health", verify=context, timeout=60, trust_env=False).status_code == 200
+        assert (
+            httpx.get(f"https://localhost:{port}/health", verify=context, timeout=60, trust_env=False).status_code
+            == 200
+        )
 
 
 class Echo(asyncio.Protocol):
@@ -87,7 +97,9 @@ def test_one_more_handshake_ends_the_oldest_of_the_address_that_has_most(tmp_pat
             await until(number + 2)
         for number in range(4):
             flood.append(await asyncio.open_connection("127.0.0.1", port))
-            assert await flood[number][0].read() == b"", "the oldest of the flood has ended, though the quiet one is older"
+            assert await flood[number][0].read() == b"", (
+                "the oldest of the flood has ended, though the quiet one is older"
+            )
             assert len(handshakes.under_way) == 5
         quiet.setblocking(False)
         reader, writer = await asyncio.open_connection(sock=quiet, ssl=client_side, server_hostname="localhost")

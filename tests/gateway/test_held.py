@@ -1,4 +1,6 @@
-"""Redis' contents are bounded: nothing stays of what was refused, a tenant holds so much and no more, and near the memory limit new requests wait."""
+"""Redis' contents are bounded: nothing stays of what was refused, a tenant holds so much and no
+more, and near the memory limit new requests wait.
+"""
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -15,7 +17,17 @@ from services.requests.store.tenants.api_keys import add_key
 from shared.process.host_memory import total_host_memory
 from shared.wire.messages import RequestError
 from shared.wire.redis_memory import memory_of
-from shared.wire.streams import LOG_TTL_S, RUNNING_LOG_TTL_S, held_bytes_key, held_key, log_key, open_key, reader_key, response_key, stored_key
+from shared.wire.streams import (
+    LOG_TTL_S,
+    RUNNING_LOG_TTL_S,
+    held_bytes_key,
+    held_key,
+    log_key,
+    open_key,
+    reader_key,
+    response_key,
+    stored_key,
+)
 from tests.conftest import answers
 from tests.deployment import Deployment
 from tests.gateway.backstage import NAME, Backstage
@@ -30,7 +42,13 @@ WHOLE = BODY | {"stream": False, "stream_options": None}
 
 
 def ask(deployment: Deployment, text: str, key: str = "", **fields: Any) -> httpx.Response:
-    return httpx.post(deployment.url() + "/v1/responses", json={"model": NAME, "input": text} | fields, headers=bearer(key), timeout=120, trust_env=False)
+    return httpx.post(
+        deployment.url() + "/v1/responses",
+        json={"model": NAME, "input": text} | fields,
+        headers=bearer(key),
+        timeout=120,
+        trust_env=False,
+    )
 
 
 def bytes_of(client: "redis.Redis", tenant_id: str = "") -> int:
@@ -43,7 +61,9 @@ def test_what_was_refused_leaves_nothing_in_redis(deployment: Deployment, own: B
     with ThreadPoolExecutor(count) as threads:
         asked = [threads.submit(ask, deployment, text) for _ in range(count)]
         for request in own.take(count):
-            assert own.client.exists(stored_key(request.request_id.removesuffix(".0"))) and bytes_of(own.client) >= len(text)
+            assert own.client.exists(stored_key(request.request_id.removesuffix(".0"))) and bytes_of(own.client) >= len(
+                text
+            )
             own.end(request, error=TOO_LONG)
             own.client.xtrim(f"requests:{NAME}", maxlen=0)  # as the tokenizer does
         assert [each.result().status_code for each in asked] == [400] * count
@@ -82,7 +102,9 @@ def keyed(deployment: Deployment, own: Backstage, tmp_path: Path) -> Iterator[tu
     yield deployment, keys
 
 
-def test_a_tenant_that_stores_much_is_refused_and_others_are_not(keyed: tuple[Deployment, dict[str, str]], own: Backstage) -> None:
+def test_a_tenant_that_stores_much_is_refused_and_others_are_not(
+    keyed: tuple[Deployment, dict[str, str]], own: Backstage
+) -> None:
     deployment, keys = keyed
 
     def stored(name: str, size: int = 300_000) -> httpx.Response:
@@ -97,9 +119,17 @@ def test_a_tenant_that_stores_much_is_refused_and_others_are_not(keyed: tuple[De
     assert refused.json()["error"]["code"] == "storage_limit_exceeded" and 0 < int(refused.headers["Retry-After"]) <= 60
     assert "store: false" in refused.json()["error"]["message"]
     assert stored("other").status_code == 200 == stored("greedy", 1000).status_code
-    assert ask(deployment, "x" * 2 * LIMIT, keys["greedy"], background=True).json()["error"]["code"] == "request_exceeds_limit"
+    assert (
+        ask(deployment, "x" * 2 * LIMIT, keys["greedy"], background=True).json()["error"]["code"]
+        == "request_exceeds_limit"
+    )
     with httpx.Client(trust_env=False) as http:
-        assert http.delete(f"{deployment.url()}/v1/responses/{first.json()['id']}", headers=bearer(keys["greedy"])).status_code == 200
+        assert (
+            http.delete(
+                f"{deployment.url()}/v1/responses/{first.json()['id']}", headers=bearer(keys["greedy"])
+            ).status_code
+            == 200
+        )
     assert stored("greedy").status_code == 200, "there is room again"
     assert stored("greedy").status_code == 429
     own.client.delete(stored_key(second.json()["id"]))  # dropped early, or lost
@@ -118,15 +148,25 @@ def used(client: "redis.Redis", share: float) -> Iterator[None]:
         client.config_set("maxmemory", 0)
 
 
-def test_near_its_memory_limit_what_runs_ends_and_new_requests_come_again(deployment: Deployment, own: Backstage) -> None:
+def test_near_its_memory_limit_what_runs_ends_and_new_requests_come_again(
+    deployment: Deployment, own: Backstage
+) -> None:
     start_gateways(deployment)
     for number in range(64):  # in pieces: for seconds after a large one, the server keeps a buffer as large
-        own.client.set(f"ballast:{number}", b"x" * (1 << 20), ex=600)  # beside all this, connections and their buffers do not count
+        own.client.set(
+            f"ballast:{number}", b"x" * (1 << 20), ex=600
+        )  # beside all this, connections and their buffers do not count
     with begun(deployment, own, 1) as (stream, request), used(own.client, 0.9):
-        [problem] = wait_until(lambda: deployment.get("/health").json()["problems"], description="the gateway has noticed")
-        assert "redis is nearly full" in problem and deployment.get("/ready").status_code == 200, "resuming and reading go on"
+        [problem] = wait_until(
+            lambda: deployment.get("/health").json()["problems"], description="the gateway has noticed"
+        )
+        assert "redis is nearly full" in problem and deployment.get("/ready").status_code == 200, (
+            "resuming and reading go on"
+        )
         refused = deployment.post("/v1/completions", WHOLE)
-        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "redis_nearly_full") and int(refused.headers["Retry-After"]) > 0
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "redis_nearly_full") and int(
+            refused.headers["Retry-After"]
+        ) > 0
         own.write(request, *range(2, 50), finish=49)
         stream.wait_end()
         assert stream.finish_reasons == ["length"]

@@ -32,10 +32,17 @@ def answered(deployment: Deployment, backstage: Backstage, path: str, body: dict
 
 @pytest.mark.parametrize("path", ASKED)
 @pytest.mark.parametrize("stream", [True, False])
-def test_a_field_that_nobody_knows_is_taken_and_named_in_a_header(gateways: Deployment, backstage: Backstage, path: str, stream: bool) -> None:
+def test_a_field_that_nobody_knows_is_taken_and_named_in_a_header(
+    gateways: Deployment, backstage: Backstage, path: str, stream: bool
+) -> None:
     plain = answered(gateways, backstage, path, ASKED[path] | {"stream": stream})
     assert HEADER not in plain.headers
-    told = answered(gateways, backstage, path, ASKED[path] | {"stream": stream, "tempratur": 1, "thread": {"id": 2}, "nothing": None, "none": []})
+    told = answered(
+        gateways,
+        backstage,
+        path,
+        ASKED[path] | {"stream": stream, "tempratur": 1, "thread": {"id": 2}, "nothing": None, "none": []},
+    )
     assert told.headers[HEADER] == "tempratur, thread"
 
 
@@ -46,7 +53,9 @@ def test_the_header_names_what_is_deep_and_is_short_ascii(gateways: Deployment, 
     many = {f"é, \r\n{number}{'x' * 1000}": 1 for number in range(1000)}
     header = answered(gateways, backstage, "/v1/completions", ASKED["/v1/completions"] | many).headers[HEADER]
     assert len(header) < 4096 and header.isascii() and header.startswith("?? ??0xxx")
-    few = answered(gateways, backstage, "/v1/completions", ASKED["/v1/completions"] | {f"f{number}": 1 for number in range(100)}).headers[HEADER]
+    few = answered(
+        gateways, backstage, "/v1/completions", ASKED["/v1/completions"] | {f"f{number}": 1 for number in range(100)}
+    ).headers[HEADER]
     assert few.split(", ") == [*(f"f{number}" for number in range(MAX_NAMES)), "..."]
 
 
@@ -71,7 +80,10 @@ def test_strict_fields_refuses_what_would_be_passed_over(deployment: Deployment,
     start_gateways(deployment, strict_fields=True)
     for path, body in ASKED.items():
         refused = deployment.post(path, body | {"tempratur": 1, "mood": 2, "metadata": None})
-        assert refused.status_code == 400 and "unknown or unsupported field: tempratur; unknown or unsupported field: mood" in refused.text
+        assert (
+            refused.status_code == 400
+            and "unknown or unsupported field: tempratur; unknown or unsupported field: mood" in refused.text
+        )
     chat = deployment.post("/v1/chat/completions", ASKED["/v1/chat/completions"] | {"tempratur": 1})
     assert (chat.json()["error"]["param"], chat.json()["error"]["code"]) == ("tempratur", "unknown_parameter")
     assert deployment.post("/v1/embeddings", {"model": NAME, "input": "x", "nonsense": 1}).status_code == 400

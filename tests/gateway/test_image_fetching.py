@@ -72,8 +72,9 @@ def test_an_allowed_host_s_image_comes(port: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("path", "reason"), [("/redirect", "answered 302"), ("/none", "answered 404"), ("/long", "at most 20 MiB")],
-)  # fmt: skip
+    ("path", "reason"),
+    [("/redirect", "answered 302"), ("/none", "answered 404"), ("/long", "at most 20 MiB")],
+)
 def test_answers_that_are_no_image_are_said_so(port: int, path: str, reason: str) -> None:
     with pytest.raises(Invalid, match=reason):
         fetched(f"http://localhost:{port}{path}")
@@ -88,10 +89,15 @@ def test_a_slow_host_is_given_up(port: int, monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.parametrize(
     "url",
     [
-        "http://127.0.0.1:{port}/a.png", "http://other.example/a.png", "http://localhost@127.0.0.1:{port}/a.png", "http://me:word@localhost:{port}/a.png",
-        "http://localhost.example/a.png", "http:///a.png", "http://[::1]:{port}/a.png",
+        "http://127.0.0.1:{port}/a.png",
+        "http://other.example/a.png",
+        "http://localhost@127.0.0.1:{port}/a.png",
+        "http://me:word@localhost:{port}/a.png",
+        "http://localhost.example/a.png",
+        "http:///a.png",
+        "http://[::1]:{port}/a.png",
     ],
-)  # fmt: skip
+)
 def test_other_hosts_are_not_asked(port: int, url: str) -> None:
     before = len(Handler.seen)
     with pytest.raises(Invalid, match="not fetched from this host"):
@@ -99,7 +105,18 @@ def test_other_hosts_are_not_asked(port: int, url: str) -> None:
     assert len(Handler.seen) == before
 
 
-@pytest.mark.parametrize("url", ["ftp://localhost/a.png", "file:///etc/passwd", "gopher://localhost/", "javascript:1", "//localhost/a.png", "http://[bad", "x"])
+@pytest.mark.parametrize(
+    "url",
+    [
+        "ftp://localhost/a.png",
+        "file:///etc/passwd",
+        "gopher://localhost/",
+        "javascript:1",
+        "//localhost/a.png",
+        "http://[bad",
+        "x",
+    ],
+)
 def test_other_urls_are_not_understood(url: str) -> None:
     with pytest.raises(Invalid, match="data URL|can't be read"):
         fetched(url)
@@ -115,9 +132,25 @@ def test_a_host_at_a_private_address_is_not_asked(port: int) -> None:
 def test_addresses_that_are_public() -> None:
     assert all(map(is_public, ("8.8.8.8", "2606:4700::1111")))
     private = (
-        "127.0.0.1", "10.1.2.3", "192.168.0.1", "172.16.0.1", "169.254.169.254", "0.0.0.0", "100.64.0.1", "224.0.0.1", "::1", "fe80::1", "fc00::1",
-        "::ffff:127.0.0.1", "::ffff:10.0.0.1", "64:ff9b::a9fe:a9fe", "64:ff9b:1::1", "2002:a9fe:a9fe::", "::127.0.0.1", "fec0::1",
-    )  # fmt: skip
+        "127.0.0.1",
+        "10.1.2.3",
+        "192.168.0.1",
+        "172.16.0.1",
+        "169.254.169.254",
+        "0.0.0.0",
+        "100.64.0.1",
+        "224.0.0.1",
+        "::1",
+        "fe80::1",
+        "fc00::1",
+        "::ffff:127.0.0.1",
+        "::ffff:10.0.0.1",
+        "64:ff9b::a9fe:a9fe",
+        "64:ff9b:1::1",
+        "2002:a9fe:a9fe::",
+        "::127.0.0.1",
+        "fec0::1",
+    )
     assert not any(map(is_public, private))
 
 

@@ -16,7 +16,9 @@ def asked(custom_id: str) -> Any:
     return {"custom_id": custom_id, "params": {"model": NAME, "max_tokens": 9, "messages": QUESTION}}
 
 
-def test_a_batch_is_made_listed_and_cancelled_and_one_that_runs_is_not_deleted(gateways: Deployment, backstage: Backstage) -> None:
+def test_a_batch_is_made_listed_and_cancelled_and_one_that_runs_is_not_deleted(
+    gateways: Deployment, backstage: Backstage
+) -> None:
     with anthropic.Anthropic(base_url=gateways.url(), api_key="any", max_retries=0, timeout=60) as client:
         ids = [client.messages.batches.create(requests=[asked("a"), asked("b")]).id for _ in range(3)]
         made = client.messages.batches.retrieve(ids[0])
@@ -34,14 +36,24 @@ def test_a_batch_is_made_listed_and_cancelled_and_one_that_runs_is_not_deleted(g
             client.messages.batches.retrieve("msgbatch_0")
 
 
-@pytest.mark.parametrize(("requests", "word"), [([], "requests"), ([asked("no space")], "custom_id"), ([asked("one"), asked("one")], "stands twice")])
+@pytest.mark.parametrize(
+    ("requests", "word"),
+    [([], "requests"), ([asked("no space")], "custom_id"), ([asked("one"), asked("one")], "stands twice")],
+)
 def test_what_no_worker_could_read_is_refused_at_once(gateways: Deployment, requests: Any, word: str) -> None:
     refused = gateways.post("/v1/messages/batches", {"requests": requests})
-    assert (refused.status_code, refused.json()["type"]) == (400, "error") and word in refused.json()["error"]["message"]
+    assert (refused.status_code, refused.json()["type"]) == (400, "error") and word in refused.json()["error"][
+        "message"
+    ]
 
 
 def test_a_line_of_our_batches_is_a_result_of_anthropic_s() -> None:
-    line = {"id": "batch_req_1", "custom_id": "a", "response": {"status_code": 200, "request_id": "k", "body": {"type": "message"}}, "error": None}
+    line = {
+        "id": "batch_req_1",
+        "custom_id": "a",
+        "response": {"status_code": 200, "request_id": "k", "body": {"type": "message"}},
+        "error": None,
+    }
     assert result_of(line) == {"custom_id": "a", "result": {"type": "succeeded", "message": {"type": "message"}}}
     wrong = {"status_code": 400, "request_id": "k", "body": {"error": {"message": "top_k must be"}}}
     told = {"type": "error", "error": {"type": "invalid_request_error", "message": "top_k must be"}, "request_id": "k"}

@@ -33,11 +33,22 @@ POSTS = {
     "/v1/batches": {},
     "/nowhere": {},
 }
-GETS = ("/v1/models", "/v1/files", "/v1/batches", "/v1/streams/resp_x", "/v1/responses/resp_x", "/live", "/metrics", "/api/tags")
+GETS = (
+    "/v1/models",
+    "/v1/files",
+    "/v1/batches",
+    "/v1/streams/resp_x",
+    "/v1/responses/resp_x",
+    "/live",
+    "/metrics",
+    "/api/tags",
+)
 
 
 @pytest.mark.parametrize("headers", FOREIGN, ids=str)
-def test_a_page_of_another_origin_gets_nothing_done(gateways: Deployment, backstage: Backstage, headers: dict[str, str]) -> None:
+def test_a_page_of_another_origin_gets_nothing_done(
+    gateways: Deployment, backstage: Backstage, headers: dict[str, str]
+) -> None:
     with httpx.Client(base_url=gateways.url(), timeout=60, trust_env=False) as client:
         before = backstage.client.xlen(requests(NAME).key)
         answers = [client.post(path, json=body, headers=headers | PLAIN) for path, body in POSTS.items()]
@@ -47,7 +58,10 @@ def test_a_page_of_another_origin_gets_nothing_done(gateways: Deployment, backst
         assert [(each.url.path, each.status_code) for each in answers if each.status_code != 403] == []
         assert all("origin" in each.text for each in answers)
         assert backstage.client.xlen(requests(NAME).key) == before and not backstage.client.keys("file:*")
-        assert client.get("/health", headers=headers).status_code == 200 and client.get("/", headers=headers).status_code == 200
+        assert (
+            client.get("/health", headers=headers).status_code == 200
+            and client.get("/", headers=headers).status_code == 200
+        )
 
 
 def test_the_own_page_the_user_and_programs_are_let_in(gateways: Deployment) -> None:
@@ -67,15 +81,32 @@ def test_the_own_page_the_user_and_programs_are_let_in(gateways: Deployment) -> 
 
 
 APPLICATIONS = (
-    "app://obsidian.md", "tauri://localhost", "http://tauri.localhost", "https://tauri.localhost", "capacitor://localhost", "ionic://localhost",
-    "vscode-webview://0a1b2c", "vscode-file://vscode-app",
-)  # fmt: skip
-THIS_MACHINE = ("http://localhost:3000", "https://localhost", "http://127.0.0.1:8080", "http://[::1]:9", "http://localhost:1420")
+    "app://obsidian.md",
+    "tauri://localhost",
+    "http://tauri.localhost",
+    "https://tauri.localhost",
+    "capacitor://localhost",
+    "ionic://localhost",
+    "vscode-webview://0a1b2c",
+    "vscode-file://vscode-app",
+)
+THIS_MACHINE = (
+    "http://localhost:3000",
+    "https://localhost",
+    "http://127.0.0.1:8080",
+    "http://[::1]:9",
+    "http://localhost:1420",
+)
 
 
 def status_of(url: str, origin: str, **headers: str) -> int:
     """Ask for the models as a page of this origin. It may read the answer unless it is refused."""
-    answer = httpx.get(url + "/v1/models", headers=headers | {"Origin": origin, "Sec-Fetch-Site": "cross-site"}, timeout=60, trust_env=False)
+    answer = httpx.get(
+        url + "/v1/models",
+        headers=headers | {"Origin": origin, "Sec-Fetch-Site": "cross-site"},
+        timeout=60,
+        trust_env=False,
+    )
     assert (answer.headers.get("access-control-allow-origin") == origin) == (answer.status_code != 403)
     asked = {
         "Origin": origin,
@@ -91,7 +122,9 @@ def status_of(url: str, origin: str, **headers: str) -> int:
 
 
 @pytest.mark.parametrize("origin", APPLICATIONS + THIS_MACHINE)
-def test_desktop_applications_and_pages_of_this_machine_are_let_in(gateways: Deployment, backstage: Backstage, origin: str) -> None:
+def test_desktop_applications_and_pages_of_this_machine_are_let_in(
+    gateways: Deployment, backstage: Backstage, origin: str
+) -> None:
     assert status_of(gateways.url(), origin) == 200
 
 
@@ -118,7 +151,12 @@ def test_the_same_host_over_another_scheme_is_another_origin(gateways: Deploymen
         ("http://chat.example", {}, 403),  # and then no loopback name
         ("https://chat.example", {"X-Forwarded-Proto": "https, http"}, 403),
     ):
-        answer = httpx.get(gateways.url() + "/v1/models", headers={"Host": "chat.example", "Origin": origin} | told, timeout=60, trust_env=False)
+        answer = httpx.get(
+            gateways.url() + "/v1/models",
+            headers={"Host": "chat.example", "Origin": origin} | told,
+            timeout=60,
+            trust_env=False,
+        )
         code = answer.json()["error"]["code"]
         is_own = origin.partition(":")[0] == told.get("X-Forwarded-Proto", "http").partition(",")[0]
         assert (answer.status_code, code) == (status, "host_not_allowed" if is_own else "origin_not_allowed")

@@ -1,4 +1,6 @@
-"""The playground's files and headers, the live view's stream, and who may kill: over real gateways, before a pipeline that the test plays."""
+"""The playground's files and headers, the live view's stream, and who may kill: over real gateways,
+before a pipeline that the test plays.
+"""
 
 import json
 import time
@@ -45,13 +47,26 @@ def test_every_file_is_served_with_the_policy_and_nothing_else_is(gateways: Depl
         for path in ("/", *sorted(served)):
             reply = client.get(path)
             policy = reply.headers["Content-Security-Policy"]
-            assert reply.status_code == 200 and "default-src 'none'; script-src 'self'" in policy and "require-trusted-types-for" in policy, path
+            assert (
+                reply.status_code == 200
+                and "default-src 'none'; script-src 'self'" in policy
+                and "require-trusted-types-for" in policy
+            ), path
             assert "unsafe" not in policy and reply.headers["X-Content-Type-Options"] == "nosniff"
         assert client.get("/playground/modules/main.js").headers["Content-Type"].startswith("text/javascript")
         assert (
-            client.get("/playground/modules/main.js", headers={"If-None-Match": client.get("/playground/modules/main.js").headers["ETag"]}).status_code == 304
+            client.get(
+                "/playground/modules/main.js",
+                headers={"If-None-Match": client.get("/playground/modules/main.js").headers["ETag"]},
+            ).status_code
+            == 304
         )
-        for path in ("/playground/../app.py", "/playground/%2e%2e/app.py", "/playground/modules/none.js", "/playground/"):
+        for path in (
+            "/playground/../app.py",
+            "/playground/%2e%2e/app.py",
+            "/playground/modules/none.js",
+            "/playground/",
+        ):
             assert client.get(path).status_code == 404, path
 
 
@@ -73,10 +88,16 @@ def test_snapshots_come_while_somebody_watches_and_only_then(gateways: Deploymen
         third = [next(snapshots) for _ in range(3)][-1]
         assert time.monotonic() - started_at > 0.9  # two a second at most
         wait_until(lambda: client.pttl(WATCHED) > 0, description="the replicas know that somebody watches")
-    assert {each["stage"] for each in third["replicas"]} == {"gateway", "tokenizer", "compute", "sampler"} and third["can_kill"] is False
+    assert {each["stage"] for each in third["replicas"]} == {"gateway", "tokenizer", "compute", "sampler"} and third[
+        "can_kill"
+    ] is False
     assert third["caches"][0]["sequences"][0]["block_runs"] == [5, 1] and third["caches"][0]["num_held_blocks"] == 1
     request = third["recent_requests"][0]
-    assert request["request_id"] == "chatcmpl-1.0" and [span["phase"] for span in request["spans"]] == ["tokenizing", "waiting", "decode"]
+    assert request["request_id"] == "chatcmpl-1.0" and [span["phase"] for span in request["spans"]] == [
+        "tokenizing",
+        "waiting",
+        "decode",
+    ]
     client.delete(view_key(f"compute-of-{NAME}"))
     wait_until(lambda: not client.exists(WATCHED), description="nobody watches any more")
 
@@ -111,11 +132,24 @@ def test_only_the_own_page_kills_and_only_what_was_started_beside_it(deployment:
         {"Content-Type": "application/json", "Host": "rebound.example"},
     ):
         assert httpx.post(url, content=mine, headers=headers, timeout=60, trust_env=False).status_code == 403, headers
-    for body, status in ((b"", 400), (b"[]", 400), (b'{"replica_id": 1}', 400), (b'{"replica_id": "none"}', 404), (b"{" + b" " * 9999 + b"}", 400)):
-        assert httpx.post(url, content=body, headers={"Content-Type": "application/json"}, timeout=60, trust_env=False).status_code == status, body
+    for body, status in (
+        (b"", 400),
+        (b"[]", 400),
+        (b'{"replica_id": 1}', 400),
+        (b'{"replica_id": "none"}', 404),
+        (b"{" + b" " * 9999 + b"}", 400),
+    ):
+        assert (
+            httpx.post(
+                url, content=body, headers={"Content-Type": "application/json"}, timeout=60, trust_env=False
+            ).status_code
+            == status
+        ), body
     # What the registry says of a process is not enough: its process 1 was not started by our parent
     assert httpx.post(url, json={"replica_id": f"compute-of-{NAME}"}, timeout=60, trust_env=False).status_code == 403
-    assert httpx.post(url, content=mine, headers={"Content-Type": "application/json"}, timeout=60, trust_env=False).json() == {"killed": "gateway-1"}
+    assert httpx.post(
+        url, content=mine, headers={"Content-Type": "application/json"}, timeout=60, trust_env=False
+    ).json() == {"killed": "gateway-1"}
     assert deployment.processes["gateway-1"].wait(60) == -9
 
 
@@ -126,14 +160,18 @@ def test_a_gateway_that_others_reach_never_kills() -> None:
     assert load_settings(GatewaySettings, ["--chaos-demo", "--host", "::1"]).chaos_demo
 
 
-def test_a_client_that_said_so_may_come_back_and_else_is_cancelled_in_time(gateways: Deployment, backstage: Backstage) -> None:
+def test_a_client_that_said_so_may_come_back_and_else_is_cancelled_in_time(
+    gateways: Deployment, backstage: Backstage
+) -> None:
     """Three leave: one comes back and stays, one comes back and leaves again, one does not come back."""
     patience_s = 4.0
     options = {"include_position": True, "resume_within_s": patience_s}
     body: dict[str, Any] = {"model": NAME, "prompt": "Hi", "stream": True, "stream_options": options}
 
     def left() -> GenerateRequest:
-        with httpx.stream("POST", f"{gateways.url('gateway-1')}/v1/completions", json=body, timeout=60, trust_env=False) as reply:
+        with httpx.stream(
+            "POST", f"{gateways.url('gateway-1')}/v1/completions", json=body, timeout=60, trust_env=False
+        ) as reply:
             [request] = backstage.take()
             backstage.write(request, 1, 2)
             assert next(line for line in reply.iter_lines() if line.startswith("id: ")) == "id: 1"
@@ -143,7 +181,9 @@ def test_a_client_that_said_so_may_come_back_and_else_is_cancelled_in_time(gatew
     def resumed(request: GenerateRequest) -> Iterator[None]:
         url = f"{gateways.url('gateway-2')}/v1/streams/{response_of(request.request_id)}"
         with httpx.stream("GET", url, headers={"Last-Event-ID": "1"}, timeout=60, trust_env=False) as reply:
-            chunks = (json.loads(line.removeprefix("data: ")) for line in reply.iter_lines() if line.startswith("data: {"))
+            chunks = (
+                json.loads(line.removeprefix("data: ")) for line in reply.iter_lines() if line.startswith("data: {")
+            )
             assert next(chunks)["choices"][0]["text"] == "2 "
             yield  # while `chunks` lives: an iterator that goes takes the connection along
 
@@ -159,7 +199,9 @@ def test_a_client_that_said_so_may_come_back_and_else_is_cancelled_in_time(gatew
         gone = left()
         wait_until(lambda: is_cancelled(gone), description="nobody came back")
         assert time.monotonic() - began_at > patience_s
-        assert not is_cancelled(back), "the first gateway's patience was over before, and cancels nothing: another reads"
+        assert not is_cancelled(back), (
+            "the first gateway's patience was over before, and cancels nothing: another reads"
+        )
         wait_until(lambda: is_cancelled(again), description="nobody came back a second time")
         backstage.write(back, 3, finish=3, gateway="gateway-2")
     for request in (again, gone):

@@ -1,4 +1,6 @@
-"""OpenAI's field `prediction`: which shapes it takes, what is refused, and that all choices of an answer have it. What it counts: tests/pipeline."""
+"""OpenAI's field `prediction`: which shapes it takes, what is refused, and that all choices of an
+answer have it. What it counts: tests/pipeline.
+"""
 
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -23,16 +25,27 @@ def post(gateways: Deployment, prediction: Any, **fields: Any) -> httpx.Response
     ("prediction", "expected"),
     [
         ({"type": "content", "content": "def f():\n    return 1\n"}, "def f():\n    return 1\n"),
-        ({"type": "content", "content": [TEXT, {"type": "text", "text": "é\n"}, {"type": "input_text", "text": "b"}]}, "aé\nb"),
+        (
+            {
+                "type": "content",
+                "content": [TEXT, {"type": "text", "text": "é\n"}, {"type": "input_text", "text": "b"}],
+            },
+            "aé\nb",
+        ),
         ({"type": "content", "content": [TEXT] * MAX_PARTS}, "a" * MAX_PARTS),
-        ({"type": "content", "content": "x" * 300_000}, "x" * 300_000),  # a helper parses it; the tokenizer cuts it to the model's length
+        (
+            {"type": "content", "content": "x" * 300_000},
+            "x" * 300_000,
+        ),  # a helper parses it; the tokenizer cuts it to the model's length
         ({"type": "content", "content": ""}, ""),
         ({"type": "content", "content": []}, ""),
         (None, ""),
     ],
     ids=["text", "parts", "most parts", "long", "no text", "no parts", "null"],
 )
-def test_a_prediction_is_a_text_or_parts(gateways: Deployment, backstage: Backstage, prediction: Any, expected: str) -> None:
+def test_a_prediction_is_a_text_or_parts(
+    gateways: Deployment, backstage: Backstage, prediction: Any, expected: str
+) -> None:
     with ThreadPoolExecutor(1) as pool:
         reply = pool.submit(post, gateways, prediction)
         [request] = backstage.take()
@@ -56,7 +69,10 @@ def test_a_prediction_is_a_text_or_parts(gateways: Deployment, backstage: Backst
         ({"type": "content", "content": 7}, "prediction.content"),
         ({"type": "content", "content": {"type": "text", "text": "a"}}, "prediction.content"),
         ({"type": "content", "content": [TEXT, "a"]}, "prediction.content[1]"),
-        ({"type": "content", "content": [TEXT, {"type": "image_url", "image_url": {"url": "x"}}]}, "prediction.content[1].type"),
+        (
+            {"type": "content", "content": [TEXT, {"type": "image_url", "image_url": {"url": "x"}}]},
+            "prediction.content[1].type",
+        ),
         ({"type": "content", "content": [{"type": "text"}]}, "prediction.content[0].text"),
         ({"type": "content", "content": [{"type": "text", "text": 7}]}, "prediction.content[0].text"),
         ({"type": "content", "content": [TEXT] * (MAX_PARTS + 1)}, "prediction.content"),
@@ -94,7 +110,11 @@ def test_what_is_unknown_in_it_is_named(gateways: Deployment, backstage: Backsta
 def test_completions_pass_it_over(gateways: Deployment, backstage: Backstage) -> None:
     """OpenAI's have no such field; a client that sends it all the same loses nothing but time."""
     with ThreadPoolExecutor(1) as pool:
-        reply = pool.submit(gateways.post, "/v1/completions", {"model": NAME, "prompt": "x", "prediction": {"type": "content", "content": "a"}})
+        reply = pool.submit(
+            gateways.post,
+            "/v1/completions",
+            {"model": NAME, "prompt": "x", "prediction": {"type": "content", "content": "a"}},
+        )
         [request] = backstage.take()
         backstage.write_texts(request, ["y"])
         assert reply.result().status_code == 200 and request.prediction == ""

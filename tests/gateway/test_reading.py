@@ -13,11 +13,16 @@ from tests.gateway.streams import begun, streaming
 from tests.waiting import wait_until
 
 
-def test_lost_events_are_found_in_the_log_and_the_reader_is_announced_again(gateways: Deployment, backstage: Backstage) -> None:
+def test_lost_events_are_found_in_the_log_and_the_reader_is_announced_again(
+    gateways: Deployment, backstage: Backstage
+) -> None:
     with begun(gateways, backstage, 1) as (stream, request):
         backstage.write(request, 2, 3, gateway=None)
         stream.wait("1 2 3 ")
-        wait_until(lambda: [each for each in backstage.controls("attach") if request.request_id in each.request_ids], description="it attaches again")
+        wait_until(
+            lambda: [each for each in backstage.controls("attach") if request.request_id in each.request_ids],
+            description="it attaches again",
+        )
         backstage.write(request, 4, finish=4, gateway=None)
         stream.wait_end()
         assert stream.text == "1 2 3 4 " and stream.finish_reasons == ["length"]
@@ -62,7 +67,9 @@ def test_an_end_below_what_was_read_ends_the_stream(gateways: Deployment, backst
 
 def test_a_log_with_a_gap_is_one_clear_error(gateways: Deployment, backstage: Backstage) -> None:
     with begun(gateways, backstage, 1) as (stream, request):
-        with backstage.client.pipeline(transaction=True) as pipe:  # or the gateway might look between the two, and have read it whole
+        with backstage.client.pipeline(
+            transaction=True
+        ) as pipe:  # or the gateway might look between the two, and have read it whole
             backstage.queue(pipe, request, 2, 3, 4)
             pipe.xdel(log_key(request.request_id), "3-0")
             pipe.execute()
@@ -70,7 +77,9 @@ def test_a_log_with_a_gap_is_one_clear_error(gateways: Deployment, backstage: Ba
         assert stream.error["code"] == "request_lost" and "gap" in stream.error["message"]
 
 
-def test_garbage_among_the_events_becomes_dead_letters_and_nothing_else(gateways: Deployment, backstage: Backstage) -> None:
+def test_garbage_among_the_events_becomes_dead_letters_and_nothing_else(
+    gateways: Deployment, backstage: Backstage
+) -> None:
     with begun(gateways, backstage, 1, gateway="gateway-1") as (stream, request):
         key = events("gateway-1").key
         good = encode(TokenEvent(request.request_id, 2, 7, "2 "))
@@ -96,19 +105,28 @@ def test_a_flushed_redis_is_one_clear_error_for_queued_and_running(deployment: D
             assert stream.error["code"] == "request_lost", stream.lines
 
 
-def test_a_request_that_only_compute_remembers_is_one_clear_error_when_compute_is_gone(deployment: Deployment, own: Backstage) -> None:
-    """Redis was emptied before its first token: the log is whole, but neither record nor entry would bring the request back."""
+def test_a_request_that_only_compute_remembers_is_one_clear_error_when_compute_is_gone(
+    deployment: Deployment, own: Backstage
+) -> None:
+    """Redis was emptied before its first token: the log is whole, but neither record nor entry
+    would bring the request back.
+    """
     start_gateways(deployment)
     with streaming(deployment) as stream:
         [request] = own.take()
-        with own.client.pipeline(transaction=True) as pipe:  # or the gateway might look when all is gone, and not wait for a token
+        with own.client.pipeline(
+            transaction=True
+        ) as pipe:  # or the gateway might look when all is gone, and not wait for a token
             pipe.flushall()
             own.queue(pipe, request, 1, 2, gateway=request.gateway_id)  # and then whoever computed it dies
             pipe.execute()
         stream.wait("1 2 ")
         stream.wait_end()
         assert stream.error["code"] == "request_lost", stream.lines
-    last = wait_until(lambda: (end := own.client.xrevrange(log_key(request.request_id), count=1)) and b"e" in end[0][1] and end[0], description="its log ends")
+    last = wait_until(
+        lambda: (end := own.client.xrevrange(log_key(request.request_id), count=1)) and b"e" in end[0][1] and end[0],
+        description="its log ends",
+    )
     assert last[0] == b"2-1"
 
 
@@ -116,11 +134,17 @@ def test_a_redis_that_refuses_writes_is_waited_out_and_shown(deployment: Deploym
     start_gateways(deployment)
     with begun(deployment, own, 1) as (stream, request):
         own.client.config_set("min-replicas-to-write", 1)
-        wait_until(lambda: "NOREPLICAS" in str(deployment.get("/health").json()["problems"]), description="/health says why")
+        wait_until(
+            lambda: "NOREPLICAS" in str(deployment.get("/health").json()["problems"]), description="/health says why"
+        )
         assert deployment.get("/health").status_code == 503
         assert deployment.get("/ready").status_code == 503
         refused = deployment.post("/v1/completions", {"model": own.model, "prompt": "x"})
-        assert refused.status_code == 503 and refused.headers["Retry-After"] and refused.json()["error"]["code"] == "redis_unavailable"
+        assert (
+            refused.status_code == 503
+            and refused.headers["Retry-After"]
+            and refused.json()["error"]["code"] == "redis_unavailable"
+        )
         resumed = deployment.get(f"/v1/streams/{stream.chunks[0]['id']}")
         assert resumed.status_code == 503 and resumed.headers["Retry-After"]
         assert stream.error is None
@@ -132,7 +156,9 @@ def test_a_redis_that_refuses_writes_is_waited_out_and_shown(deployment: Deploym
 
 
 @pytest.mark.parametrize("key", ["events", "log"])
-def test_what_no_waiting_mends_ends_the_process(deployment: Deployment, own: Backstage, tmp_path: Path, key: str) -> None:
+def test_what_no_waiting_mends_ends_the_process(
+    deployment: Deployment, own: Backstage, tmp_path: Path, key: str
+) -> None:
     """A key of another type, say: the process says so and exits with 1, to be replaced, rather than go deaf."""
     [gateway] = start_gateways(deployment)
     with streaming(deployment):

@@ -1,4 +1,6 @@
-"""Reading again costs its reader, not others: places of his own, a price in requests a minute, and so many streams that follow."""
+"""Reading again costs its reader, not others: places of his own, a price in requests a minute, and
+so many streams that follow.
+"""
 
 import asyncio
 from collections.abc import Iterator
@@ -24,7 +26,9 @@ NUM_TOKENS, NUM_READS, MAX_ROUNDS = 600, 60, 10
 @pytest.fixture
 def keyed(deployment: Deployment, own: Backstage, tmp_path: Path) -> Iterator[tuple[Deployment, dict[str, str]]]:
     path = tmp_path / "keys.json"
-    keys = {name: add_key(path, name) for name in ("greedy", "other")} | {"slow": add_key(path, "slow", requests_per_minute=2)}
+    keys = {name: add_key(path, name) for name in ("greedy", "other")} | {
+        "slow": add_key(path, "slow", requests_per_minute=2)
+    }
     start_gateways(deployment, keys_file=path)
     yield deployment, keys
 
@@ -45,7 +49,9 @@ def test_who_reads_much_waits_for_himself(keyed: tuple[Deployment, dict[str, str
     async def ask() -> int:
         """How many of the reads ended before another tenant's request did, which came after all of them."""
         num_ended = 0
-        async with httpx.AsyncClient(base_url=deployment.url(), trust_env=False, timeout=300, limits=httpx.Limits(max_connections=None)) as client:
+        async with httpx.AsyncClient(
+            base_url=deployment.url(), trust_env=False, timeout=300, limits=httpx.Limits(max_connections=None)
+        ) as client:
 
             async def read() -> int:
                 nonlocal num_ended
@@ -64,8 +70,11 @@ def test_who_reads_much_waits_for_himself(keyed: tuple[Deployment, dict[str, str
             assert await asyncio.gather(*reads) == [200] * NUM_READS
             return num_before
 
-    # where this process is held up, all may end before it sees so; behind them, the request would never be earlier than their last
-    assert any(asyncio.run(ask()) < NUM_READS / 2 for _ in range(MAX_ROUNDS)), "the other tenant's request did not wait for the reads"
+    # where this process is held up, all may end before it sees so; behind them, the request would
+    # never be earlier than their last
+    assert any(asyncio.run(ask()) < NUM_READS / 2 for _ in range(MAX_ROUNDS)), (
+        "the other tenant's request did not wait for the reads"
+    )
     own.end(request)
 
 
@@ -77,13 +86,17 @@ def test_reads_count_against_the_requests_of_a_minute(keyed: tuple[Deployment, d
         while not replies or replies[-1].status_code == 200 and len(replies) < 100:
             replies.append(client.get(f"/v1/responses/{response_id}"))
     refused = replies.pop()
-    assert (refused.status_code, refused.json()["error"]["code"]) == (429, "rate_limit_exceeded") and int(refused.headers["Retry-After"]) > 0
+    assert (refused.status_code, refused.json()["error"]["code"]) == (429, "rate_limit_exceeded") and int(
+        refused.headers["Retry-After"]
+    ) > 0
     assert len(replies) >= 9, "a tenth of a request each"
     assert replies[0].headers["x-ratelimit-limit-requests"] == "2"
     own.end(own.take()[0])
 
 
-def test_a_tenant_follows_so_many_streams_and_leaves_others_room(keyed: tuple[Deployment, dict[str, str]], own: Backstage) -> None:
+def test_a_tenant_follows_so_many_streams_and_leaves_others_room(
+    keyed: tuple[Deployment, dict[str, str]], own: Backstage
+) -> None:
     deployment, keys = keyed
     ids = {name: background(deployment, keys[name]).json()["id"] for name in ("greedy", "other")}
     requests = own.take(2)
@@ -91,15 +104,26 @@ def test_a_tenant_follows_so_many_streams_and_leaves_others_room(keyed: tuple[De
     async def follow() -> None:
         async with AsyncExitStack() as stack:
             limits = httpx.Limits(max_connections=None)
-            client = await stack.enter_async_context(httpx.AsyncClient(base_url=deployment.url(), trust_env=False, timeout=120, limits=limits))
+            client = await stack.enter_async_context(
+                httpx.AsyncClient(base_url=deployment.url(), trust_env=False, timeout=120, limits=limits)
+            )
 
             async def status(name: str) -> int:
                 path = f"/v1/responses/{ids[name]}?stream=true"
-                return (await stack.enter_async_context(client.stream("GET", path, headers=bearer(keys[name])))).status_code
+                return (
+                    await stack.enter_async_context(client.stream("GET", path, headers=bearer(keys[name])))
+                ).status_code
 
-            assert await asyncio.gather(*(status("greedy") for _ in range(MAX_FOLLOWERS_OF_ONE))) == [200] * MAX_FOLLOWERS_OF_ONE
+            assert (
+                await asyncio.gather(*(status("greedy") for _ in range(MAX_FOLLOWERS_OF_ONE)))
+                == [200] * MAX_FOLLOWERS_OF_ONE
+            )
             assert (await status("greedy"), await status("other")) == (429, 200)
-            refused = await client.post("/v1/responses", json={"model": NAME, "input": "x", "background": True, "stream": True}, headers=bearer(keys["greedy"]))
+            refused = await client.post(
+                "/v1/responses",
+                json={"model": NAME, "input": "x", "background": True, "stream": True},
+                headers=bearer(keys["greedy"]),
+            )
             assert refused.status_code == 429 and own.held() == 2, "nothing was begun"
 
     asyncio.run(follow())

@@ -1,4 +1,6 @@
-"""Taking a stream over: from any position, also after its end; who asks for nonsense disturbs nobody, and only the present reader cancels."""
+"""Taking a stream over: from any position, also after its end; who asks for nonsense disturbs
+nobody, and only the present reader cancels.
+"""
 
 from typing import Any
 
@@ -21,16 +23,27 @@ def response_of(stream: Any) -> str:
 
 
 def takeovers(backstage: Backstage, request: Any) -> list[tuple[str | None, int]]:
-    """Gateways and their generations of readers. Once each: a gateway whose events come late announces itself again, as what it is, or as none (0)."""
-    attached = [each for each in backstage.controls("attach") if request.request_id in each.request_ids and each.generation]
+    """Gateways and their generations of readers. Once each: a gateway whose events come late
+    announces itself again, as what it is, or as none (0).
+    """
+    attached = [
+        each for each in backstage.controls("attach") if request.request_id in each.request_ids and each.generation
+    ]
     return list(dict.fromkeys((each.gateway_id, each.generation) for each in attached))
 
 
 def resume(gateways: Deployment, response_id: str, last_id: str, gateway: str | None = None) -> httpx.Response:
-    return httpx.get(gateways.url(gateway) + f"/v1/streams/{response_id}", headers={"Last-Event-ID": last_id}, timeout=60, trust_env=False)
+    return httpx.get(
+        gateways.url(gateway) + f"/v1/streams/{response_id}",
+        headers={"Last-Event-ID": last_id},
+        timeout=60,
+        trust_env=False,
+    )
 
 
-def test_a_resumed_stream_goes_on_and_the_reader_before_is_told_and_cancels_nothing(gateways: Deployment, backstage: Backstage) -> None:
+def test_a_resumed_stream_goes_on_and_the_reader_before_is_told_and_cancels_nothing(
+    gateways: Deployment, backstage: Backstage
+) -> None:
     with begun(gateways, backstage, 1, 2, 3, gateway="gateway-1") as (first, request):
         with streaming(gateways, resume=response_of(first), last_id="2", gateway="gateway-2") as second:
             first.wait_end()
@@ -38,29 +51,42 @@ def test_a_resumed_stream_goes_on_and_the_reader_before_is_told_and_cancels_noth
             second.wait("3 ")
             backstage.write(request, 4, gateway="gateway-2")
             second.wait("3 4 ")
-            with streaming(gateways, resume=response_of(first), last_id="3", gateway="gateway-2") as third:  # within one gateway, too
+            with streaming(
+                gateways, resume=response_of(first), last_id="3", gateway="gateway-2"
+            ) as third:  # within one gateway, too
                 second.wait_end()
                 assert second.error["code"] == "resumed_elsewhere"
                 third.wait("4 ")
                 assert not backstage.client.exists(tombstone_key(request.request_id))
                 assert not [each for each in backstage.controls("cancel") if request.request_id in each.request_ids]
                 assert takeovers(backstage, request) == [("gateway-2", 1), ("gateway-2", 2)]
-        wait_until(lambda: backstage.client.exists(tombstone_key(request.request_id)), description="the last reader's leaving cancels")
+        wait_until(
+            lambda: backstage.client.exists(tombstone_key(request.request_id)),
+            description="the last reader's leaving cancels",
+        )
 
 
 @pytest.mark.parametrize("by", ["event", "log"])
-def test_tokens_that_come_again_as_others_end_the_answer_and_cancel_what_runs(by: str, gateways: Deployment, backstage: Backstage) -> None:
+def test_tokens_that_come_again_as_others_end_the_answer_and_cancel_what_runs(
+    by: str, gateways: Deployment, backstage: Backstage
+) -> None:
     """Redis has lost a part of the log, and another version has computed it again."""
     with begun(gateways, backstage, 1, 2, 3, gateway="gateway-1") as (stream, request):
         stream.wait("1 2 3 ")
-        other = TokenEvent(request.request_id, 2, 8, "other ", num_prompt_tokens=3, finish_reason="length" if by == "log" else None)
+        other = TokenEvent(
+            request.request_id, 2, 8, "other ", num_prompt_tokens=3, finish_reason="length" if by == "log" else None
+        )
         backstage.client.delete(log_key(request.request_id))
-        backstage.client.xadd(log_key(request.request_id), {MESSAGE: encode(other)} | ({END: "1"} if by == "log" else {}), id="2-0")
+        backstage.client.xadd(
+            log_key(request.request_id), {MESSAGE: encode(other)} | ({END: "1"} if by == "log" else {}), id="2-0"
+        )
         if by == "event":
             backstage.client.xadd(events(str(request.gateway_id)).key, {MESSAGE: encode(StepEvents((encode(other),)))})
         stream.wait_end()
         assert stream.text == "1 2 3 " and stream.error["code"] == "request_lost"
-    wait_until(lambda: backstage.client.exists(tombstone_key(request.request_id)) or by == "log", description="it is cancelled")
+    wait_until(
+        lambda: backstage.client.exists(tombstone_key(request.request_id)) or by == "log", description="it is cancelled"
+    )
 
 
 def test_nonsense_disturbs_nobody(gateways: Deployment, backstage: Backstage) -> None:
@@ -69,7 +95,12 @@ def test_nonsense_disturbs_nobody(gateways: Deployment, backstage: Backstage) ->
         for last_id in ("x", "1,1", "-1", "+1", "1_0", "1 0", "9999", "9" * 5000):
             reply = resume(gateways, response_id, last_id, "gateway-2")
             assert reply.status_code == 400 and reply.json()["error"]["param"] == "Last-Event-ID", last_id
-        assert httpx.head(gateways.url("gateway-2") + f"/v1/streams/{response_id}", timeout=60, trust_env=False).status_code == 405
+        assert (
+            httpx.head(
+                gateways.url("gateway-2") + f"/v1/streams/{response_id}", timeout=60, trust_env=False
+            ).status_code
+            == 405
+        )
         assert resume(gateways, "cmpl-none", "1").status_code == 404
         backstage.write(request, 3, finish=3)
         stream.wait_end()
@@ -77,10 +108,16 @@ def test_nonsense_disturbs_nobody(gateways: Deployment, backstage: Backstage) ->
     assert takeovers(backstage, request) == []
 
 
-def test_a_position_that_redis_has_lost_is_503_until_it_is_computed_again(gateways: Deployment, backstage: Backstage) -> None:
+def test_a_position_that_redis_has_lost_is_503_until_it_is_computed_again(
+    gateways: Deployment, backstage: Backstage
+) -> None:
     with begun(gateways, backstage, 1, 2, gateway="gateway-1") as (stream, request):
         reply = resume(gateways, response_of(stream), "3", "gateway-2")
-        assert reply.status_code == 503 and reply.headers["retry-after"] and "lost a part of this answer" in reply.json()["error"]["message"]
+        assert (
+            reply.status_code == 503
+            and reply.headers["retry-after"]
+            and "lost a part of this answer" in reply.json()["error"]["message"]
+        )
         backstage.write(request, 3)
         with streaming(gateways, resume=response_of(stream), last_id="3", gateway="gateway-2") as again:
             backstage.write(request, 4, finish=4, gateway="gateway-2")
@@ -90,7 +127,9 @@ def test_a_position_that_redis_has_lost_is_503_until_it_is_computed_again(gatewa
 
 def test_head_takes_no_response_over(gateways: Deployment, backstage: Backstage) -> None:
     body = {"model": NAME, "input": "x", "stream": True, "max_output_tokens": 3}
-    with httpx.stream("POST", gateways.url("gateway-1") + "/v1/responses", json=body, timeout=60, trust_env=False) as stream:
+    with httpx.stream(
+        "POST", gateways.url("gateway-1") + "/v1/responses", json=body, timeout=60, trust_env=False
+    ) as stream:
         [request] = backstage.take()
         path = f"/v1/responses/{response_of_id(request.request_id)}?stream=true"
         assert httpx.head(gateways.url("gateway-2") + path, timeout=60, trust_env=False).status_code == 405

@@ -1,4 +1,6 @@
-"""Parts of a schema that can't be enforced are checked at an answer's end: also of one read later, from where its stream broke off, or by a batch's worker."""
+"""Parts of a schema that can't be enforced are checked at an answer's end: also of one read later,
+from where its stream broke off, or by a batch's worker.
+"""
 
 import asyncio
 import json
@@ -24,7 +26,9 @@ TOKENS = ['{"names":', '["a",', '"a"]', "}"]
 BROKEN = [{"index": 0, "path": "$.names", "message": "uniqueItems does not hold"}]
 
 
-def answered(gateways: Deployment, backstage: Backstage, path: str, **fields: Any) -> tuple[httpx.Response, GenerateRequest]:
+def answered(
+    gateways: Deployment, backstage: Backstage, path: str, **fields: Any
+) -> tuple[httpx.Response, GenerateRequest]:
     with ThreadPoolExecutor(1) as pool:
         asked = pool.submit(gateways.post, path, {"model": NAME, **fields})
         [request] = backstage.take()
@@ -35,7 +39,11 @@ def answered(gateways: Deployment, backstage: Backstage, path: str, **fields: An
 def told(text: str) -> list[Any]:
     """The schema errors in a stream's chunks."""
     chunks = [json.loads(line.removeprefix("data: ")) for line in text.splitlines() if line.startswith("data: {")]
-    return [(chunk.get("response") or chunk)["penstock"]["schema_errors"] for chunk in chunks if "penstock" in (chunk.get("response") or chunk)]
+    return [
+        (chunk.get("response") or chunk)["penstock"]["schema_errors"]
+        for chunk in chunks
+        if "penstock" in (chunk.get("response") or chunk)
+    ]
 
 
 def test_a_stream_that_is_resumed_is_checked_from_its_beginning(gateways: Deployment, backstage: Backstage) -> None:
@@ -65,7 +73,9 @@ def test_the_worker_of_a_batch_checks_what_it_reads(gateways: Deployment, backst
             assert record is not None
             answers = AnswerChecker()
             try:
-                return await read_answer(client, Asked(record, [request], b"", fold_choices), asyncio.Semaphore(1), answers)
+                return await read_answer(
+                    client, Asked(record, [request], b"", fold_choices), asyncio.Semaphore(1), answers
+                )
             finally:
                 await answers.helpers.stop()
 
@@ -74,11 +84,22 @@ def test_the_worker_of_a_batch_checks_what_it_reads(gateways: Deployment, backst
 
 
 def test_a_stream_s_pings_go_on_while_its_answer_is_checked(gateways: Deployment, backstage: Backstage) -> None:
-    slow = {"type": "object", "properties": {"a": {"type": "string"}}, "not": {"properties": {"a": {"pattern": "^(a+)+$"}}}}
-    chat = {"messages": [{"role": "user", "content": "x"}], "response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": slow}}}
+    slow = {
+        "type": "object",
+        "properties": {"a": {"type": "string"}},
+        "not": {"properties": {"a": {"pattern": "^(a+)+$"}}},
+    }
+    chat = {
+        "messages": [{"role": "user", "content": "x"}],
+        "response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": slow}},
+    }
     form = {"input": "x", "text": {"format": {"type": "json_schema", "name": "x", "schema": slow}}}
     answer = ['{"a":"', "a" * 60, '!"}']
-    for path, fields in (("/v1/chat/completions", chat), ("/v1/responses", form), ("/v1/responses", form | {"background": True})):
+    for path, fields in (
+        ("/v1/chat/completions", chat),
+        ("/v1/responses", form),
+        ("/v1/responses", form | {"background": True}),
+    ):
         with ThreadPoolExecutor(1) as pool:
             asked = pool.submit(gateways.post, path, {"model": NAME, "stream": True, **fields})
             [request] = backstage.take()

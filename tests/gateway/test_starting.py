@@ -21,11 +21,17 @@ def served(deployment: Deployment, own: Backstage) -> Backstage:
     start_gateways(deployment, wait_for_replicas_s=WAIT_S)
     for stream in (requests(NAME), prompts(NAME)):
         own.client.xgroup_create(stream.key, stream.group, id="0", mkstream=True)
-    wait_until(lambda: all(own.client.exists(served_key(stage, NAME)) for stage in STAGES), description="the replicas are remembered")
+    wait_until(
+        lambda: all(own.client.exists(served_key(stage, NAME)) for stage in STAGES),
+        description="the replicas are remembered",
+    )
     own.leave()
     wait_until(lambda: not deployment.registry().of("compute"), description="no replica is alive")
     deployment.start("gateway", "gateway-2", ping_interval_s=0.4, wait_for_replicas_s=WAIT_S)
-    wait_until(lambda: deployment.get("/ready", "gateway-2").status_code == 200, description="the new gateway is ready without a pipeline")
+    wait_until(
+        lambda: deployment.get("/ready", "gateway-2").status_code == 200,
+        description="the new gateway is ready without a pipeline",
+    )
     return own
 
 
@@ -36,8 +42,10 @@ def test_a_request_that_nobody_takes_ends_with_one_clear_error(deployment: Deplo
     assert refused.status_code == 503 and refused.headers["Retry-After"]
     assert refused.json()["error"] == {
         "message": f"no tokenizer of the model {NAME} was there within {WAIT_S} s: try again later",
-        "type": "unavailable_error", "param": None, "code": "no_replica",
-    }  # fmt: skip
+        "type": "unavailable_error",
+        "param": None,
+        "code": "no_replica",
+    }
     background = deployment.post("/v1/responses", {"model": ALIAS, "input": "Water", "background": True}).json()["id"]
     with streaming(deployment, gateway="gateway-1") as stream:
         wait_until(lambda: ": starting" in stream.lines, description="the stream says why it waits")
@@ -48,7 +56,9 @@ def test_a_request_that_nobody_takes_ends_with_one_clear_error(deployment: Deplo
     assert waiting_in(served, requests(NAME)) == (0, 0, 0)
 
 
-def test_a_prompt_waits_for_compute_no_longer_than_its_request_may_and_what_is_taken_stays(deployment: Deployment, served: Backstage) -> None:
+def test_a_prompt_waits_for_compute_no_longer_than_its_request_may_and_what_is_taken_stays(
+    deployment: Deployment, served: Backstage
+) -> None:
     """The tokenizer came, and hands two requests on; compute takes the first, and is gone."""
     stream = prompts(NAME)
     with streaming(deployment, n=2) as answer:
@@ -67,7 +77,10 @@ def test_a_name_belongs_to_the_model_that_is_served_under_it_now(deployment: Dep
     assert deployment.post("/v1/completions", WHOLE | {"model": "sand"}).status_code == 404
     other = Backstage(deployment.redis_url, "stone", (ALIAS,))
     try:
-        wait_until(lambda: deployment.get(f"/v1/models/{ALIAS}").json()["root"] == "stone", description="the alias is the other's")
+        wait_until(
+            lambda: deployment.get(f"/v1/models/{ALIAS}").json()["root"] == "stone",
+            description="the alias is the other's",
+        )
         assert deployment.get(f"/v1/models/{NAME}").json()["root"] == NAME
     finally:
         other.close()
@@ -78,8 +91,13 @@ def test_an_operator_can_have_a_model_forgotten(deployment: Deployment, served: 
         served.client.delete(served_key(stage, NAME))
     new = deployment.start("gateway", "gateway-3", wait_for_replicas_s=WAIT_S)
     deployment.wait_live(new)
-    wait_until(lambda: deployment.get("/ready", new).status_code == 503, description="it is not ready: nothing is known")
-    assert httpx.post(deployment.url(new) + "/v1/completions", json=WHOLE, trust_env=False).json()["error"]["code"] == "stage_missing"
+    wait_until(
+        lambda: deployment.get("/ready", new).status_code == 503, description="it is not ready: nothing is known"
+    )
+    assert (
+        httpx.post(deployment.url(new) + "/v1/completions", json=WHOLE, trust_env=False).json()["error"]["code"]
+        == "stage_missing"
+    )
     assert not served.client.exists(SERVED)
 
 

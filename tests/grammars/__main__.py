@@ -1,11 +1,18 @@
-"""Thousands of schemas: `python -m tests.grammars`. Prints what became of them, and ends with 1 if an answer did not keep to its schema.
+"""Thousands of schemas: `python -m tests.grammars`. Prints what became of them, and ends with 1 if
+an answer did not keep to its schema.
 
-By default hypothesis makes them, and patterns are drawn by chance. With --suite FOLDER they are the JSON Schema Test Suite's (its folder
-tests/draft2020-12, which jsonschema's source distribution has). Beside the answers, its own instances are tried: what it calls invalid must not be
-accepted, and of what it calls valid it is counted how much is. With --folder PATH they are the files *.json below a folder, each a schema that
-somebody has written (the data of guidance-ai/jsonschemabench, for one): --count of them, drawn by --seed from all in the order of their names, each
-taken with and without strict as the gateway takes it, with --answers for each that a random walk draws among the tokens that are allowed. With
---llama-cpp FOLDER they are grammars, of llama.cpp's sources: those in its folder grammars/ and in its tests, and of these the texts that they must
+By default hypothesis makes them, and patterns are drawn by chance. With --suite FOLDER they are the
+JSON Schema Test Suite's (its folder
+tests/draft2020-12, which jsonschema's source distribution has). Beside the answers, its own
+instances are tried: what it calls invalid must not be
+accepted, and of what it calls valid it is counted how much is. With --folder PATH they are the
+files *.json below a folder, each a schema that
+somebody has written (the data of guidance-ai/jsonschemabench, for one): --count of them, drawn by
+--seed from all in the order of their names, each
+taken with and without strict as the gateway takes it, with --answers for each that a random walk
+draws among the tokens that are allowed. With
+--llama-cpp FOLDER they are grammars, of llama.cpp's sources: those in its folder grammars/ and in
+its tests, and of these the texts that they must
 allow and must not.
 """
 
@@ -67,7 +74,13 @@ def main() -> int:
 def of_hypothesis(count: int, seed: int, counts: Counter[str]) -> list[str]:
     wrong: list[str] = []
 
-    @settings(max_examples=-(-count // AT_ONCE), deadline=None, database=None, phases=[Phase.generate], suppress_health_check=list(HealthCheck))
+    @settings(
+        max_examples=-(-count // AT_ONCE),
+        deadline=None,
+        database=None,
+        phases=[Phase.generate],
+        suppress_health_check=list(HealthCheck),
+    )
     @given(st.lists(schemas(), min_size=AT_ONCE, max_size=AT_ONCE), st.sampled_from(TEMPERATURES))
     def run(some: list[Any], temperature: float) -> None:
         wrong.extend(check(some, temperature, seed, counts))
@@ -109,7 +122,9 @@ def of_llama_cpp(folder: Path, counts: Counter[str]) -> list[str]:
         counts["of those: taken"] += is_good and not refusal
         wrong += [f"{name}: {refusal}"] if is_good and refusal else []
     for case in gbnf.cases_of(folder):
-        for text, is_allowed in zip(case.good + case.bad, gbnf.accepts(case.grammar, case.good + case.bad), strict=True):
+        for text, is_allowed in zip(
+            case.good + case.bad, gbnf.accepts(case.grammar, case.good + case.bad), strict=True
+        ):
             counts["texts"] += 1
             wrong += [f"{case.name}: {text!r}: {is_allowed}"] if is_allowed != (text in case.good) else []
     return wrong
@@ -126,7 +141,10 @@ def of_suite(folder: Path, counts: Counter[str]) -> list[str]:
             continue
         held.append(group["schema"])
         for test in group["tests"]:
-            own, token_ids = matcher.deep_copy(), vocabulary().tokenizer.tokenize_str(json.dumps(test["data"], ensure_ascii=False))
+            own, token_ids = (
+                matcher.deep_copy(),
+                vocabulary().tokenizer.tokenize_str(json.dumps(test["data"], ensure_ascii=False)),
+            )
             is_accepted = own.consume_tokens(token_ids) and own.is_accepting()
             counts[f"{'valid' if test['valid'] else 'invalid'} instances"] += 1
             counts[f"{'valid' if test['valid'] else 'invalid'} instances that are accepted"] += is_accepted
@@ -143,7 +161,11 @@ def check(some: list[Any], temperature: float, seed: int, counts: Counter[str]) 
     answers = generate([enforced(each) for each in some], temperature=temperature, seed=seed, max_tokens=400)
     counts["schemas"] += len(some)
     counts.update(answer.finish_reason for answer in answers)
-    return [f"{answer} for {schema!r}: {problem}" for answer, schema in zip(answers, some, strict=True) if (problem := problem_of(answer, schema))]
+    return [
+        f"{answer} for {schema!r}: {problem}"
+        for answer, schema in zip(answers, some, strict=True)
+        if (problem := problem_of(answer, schema))
+    ]
 
 
 def enforced(schema: Any) -> Constraint:

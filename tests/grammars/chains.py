@@ -1,4 +1,5 @@
-"""`python -m tests.grammars.chains [NAME ...]`: grammars and schemas of thousands of rules, each of which refers to the next, as the gateway's helper
+"""`python -m tests.grammars.chains [NAME ...]`: grammars and schemas of thousands of rules, each of
+which refers to the next, as the gateway's helper
 and compute compile them. The library ends the process where its stack ends: that is why this is one of its own.
 """
 
@@ -23,11 +24,21 @@ def rules(head: str, line: str, last: str, most: int) -> str:
 
 def schema(step: str) -> str:
     """A schema whose definitions refer each to the next."""
-    text = rules("", '"{0}":' + step.replace("{", "{{").replace("}", "}}").replace("NEXT", '"$ref":"#/$defs/{1}"') + ",", '"{0}":{{}}', 100_000)
+    text = rules(
+        "",
+        '"{0}":' + step.replace("{", "{{").replace("}", "}}").replace("NEXT", '"$ref":"#/$defs/{1}"') + ",",
+        '"{0}":{{}}',
+        100_000,
+    )
     return '{"$defs":{' + text + '},"$ref":"#/$defs/0"}'
 
 
-STEPS = {"reference": "{NEXT}", "property": '{"properties":{"x":{NEXT}}}', "item": '{"items":{NEXT}}', "option": '{"anyOf":[{NEXT},{}]}'}
+STEPS = {
+    "reference": "{NEXT}",
+    "property": '{"properties":{"x":{NEXT}}}',
+    "item": '{"items":{NEXT}}',
+    "option": '{"anyOf":[{NEXT},{}]}',
+}
 CHAINS = {
     "rules": Constraint("lark", rules("start: r{}", "r{}:r{}", 'r{}:"a"', 100_000)),
     "terminals": Constraint("lark", rules("start: R{}", "R{}:R{}", 'R{}:"a"', 100_000)),
@@ -43,7 +54,13 @@ def main(names: list[str]) -> None:
         constraint, began = CHAINS[name], time.process_time()
         for made in (lambda: prepare(constraint), lambda: compilers.get(constraint, []).result()):  # noqa: B023
             try:
-                print(name, "compiled", f"{len(constraint.text)} characters:", type(made()).__name__, f"{time.process_time() - began:.1f} s")
+                print(
+                    name,
+                    "compiled",
+                    f"{len(constraint.text)} characters:",
+                    type(made()).__name__,
+                    f"{time.process_time() - began:.1f} s",
+                )
             except Invalid as error:
                 print(name, "refused:", str(error)[:80])
         compilers.forget(constraint)

@@ -13,7 +13,9 @@ from shared.model.grammar import ByteVocabulary, Vocabulary, check_grammar, comp
 from shared.process.errors import Invalid
 
 CASE = re.compile(
-    r'(?:test_grammar)\(\s*"([^"]*)",(?:\s|//[^\n]*)*R"""\((.*?)\)""",(?:\s|//[^\n]*)*\{(.*?)\n        \},(?:\s|//[^\n]*)*\{(.*?)\n        \}\s*\)', re.DOTALL
+    r'(?:test_grammar)\(\s*"([^"]*)",(?:\s|//[^\n]*)*R"""\((.*?)\)""",(?:\s|//[^\n]*)*\{(.*?)\n        '
+    r"\},(?:\s|//[^\n]*)*\{(.*?)\n        \}\s*\)",
+    re.DOTALL,
 )
 LITERAL = re.compile(r'"((?:[^"\\]|\\.)*)"')
 ESCAPES = {"n": "\n", "t": "\t", "r": "\r"}
@@ -95,7 +97,9 @@ class Case:
 
 def cases_of(folder: Path) -> Iterator[Case]:
     """The tests of grammars in tests/test-grammar-integration.cpp that name no token."""
-    for name, grammar, good, bad in CASE.findall((folder / "tests" / "test-grammar-integration.cpp").read_text(encoding="utf-8")):
+    for name, grammar, good, bad in CASE.findall(
+        (folder / "tests" / "test-grammar-integration.cpp").read_text(encoding="utf-8")
+    ):
         if "token(" not in good + bad:
             yield Case(name, grammar, texts_of(good), texts_of(bad))
 
@@ -104,7 +108,9 @@ def texts_of(code: str) -> list[str]:
     raw = re.findall(r'R"""\((.*?)\)"""', code, re.DOTALL)
     rest = re.sub(r"//[^\n]*", "", re.sub(r'R"""\(.*?\)"""', "", code, flags=re.DOTALL)) if raw else code
     rest = re.sub(r"\n\s*//[^\n]*", "\n", rest)
-    return raw + [re.sub(r"\\(.)", lambda found: ESCAPES.get(found[1], found[1]), "".join(parts)) for parts in literals_of(rest)]
+    return raw + [
+        re.sub(r"\\(.)", lambda found: ESCAPES.get(found[1], found[1]), "".join(parts)) for parts in literals_of(rest)
+    ]
 
 
 def literals_of(code: str) -> Iterator[list[str]]:

@@ -55,7 +55,9 @@ def make_constraints() -> Constraints:
     return Constraints(vocabulary, FILES.vocab_size)
 
 
-def generate(asked: list[Constraint | None], *, temperature: float, max_tokens: int = 400, seed: int = 0, **params: Any) -> list[Answer]:
+def generate(
+    asked: list[Constraint | None], *, temperature: float, max_tokens: int = 400, seed: int = 0, **params: Any
+) -> list[Answer]:
     """An answer for each, drawn with seeds that follow one another."""
     constraints, scheduler = make_constraints(), engine().scheduler
     prompt: list[int] = tokenizer().encode(PROMPT).ids
@@ -71,7 +73,11 @@ def generate(asked: list[Constraint | None], *, temperature: float, max_tokens: 
     errors: dict[int, RequestError] = {}
     wait_until(lambda: take_opened(constraints, errors), description="every grammar is compiled", timeout_s=120)
     while scheduler.num_unfinished:
-        run_step(scheduler, partial(decide, constraints, errors), is_over=lambda sequence: sequence.handle in errors or is_at_its_end(sequence))
+        run_step(
+            scheduler,
+            partial(decide, constraints, errors),
+            is_over=lambda sequence: sequence.handle in errors or is_at_its_end(sequence),
+        )
     return [answer_of(sequence, errors.get(sequence.handle)) for sequence in sequences]
 
 
@@ -86,7 +92,9 @@ def take_opened(constraints: Constraints, errors: dict[int, RequestError]) -> bo
     return not constraints.opening
 
 
-def decide(constraints: Constraints, errors: dict[int, RequestError], batch: ScheduledBatch, sampled: list[Sequence]) -> Iterator[int]:
+def decide(
+    constraints: Constraints, errors: dict[int, RequestError], batch: ScheduledBatch, sampled: list[Sequence]
+) -> Iterator[int]:
     masking = constraints.start([sequence.prefix() for sequence in sampled])
     logits = engine().runner.forward(batch)
     rows = reduce(logits, sampled, engine().runner.row_search, masking.result() if masking is not None else NO_MASKS)
@@ -105,5 +113,7 @@ def answer_of(sequence: Sequence, error: RequestError | None) -> Answer:
     if error is not None:
         return Answer("", tuple(output), "error", error)
     is_stopped = output[-1] in EOS
-    text = vocabulary().tokenizer.decode_bytes([token for token in output if token not in EOS]).decode("utf-8", "replace")
+    text = (
+        vocabulary().tokenizer.decode_bytes([token for token in output if token not in EOS]).decode("utf-8", "replace")
+    )
     return Answer(text, tuple(output), "stop" if is_stopped else "length")

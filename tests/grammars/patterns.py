@@ -1,4 +1,6 @@
-"""Patterns by chance, and whether the answers that a grammar allows for them match, by Python's engine and, where it is installed, ECMA 262's."""
+"""Patterns by chance, and whether the answers that a grammar allows for them match, by Python's
+engine and, where it is installed, ECMA 262's.
+"""
 
 import json
 import random
@@ -18,13 +20,54 @@ from tests.grammars.generate import vocabulary
 from tests.grammars.walk import walk_from
 
 LETTERS = [
-    *'ab"\\/-]^[.{}x0 _é\n', '\\"', "\\\\", r"\d", r"\w", r"\s", r"\D", r"\W", r"\S", r"\.", r"\/", r"\-", r"\]", r"\[", r"\n", r"\t", r"\x22",
-    r"\u0022", r"\x5c", r"\x00", r"\x1f", r"\u2028",
-]  # fmt: skip
+    *'ab"\\/-]^[.{}x0 _é\n',
+    '\\"',
+    "\\\\",
+    r"\d",
+    r"\w",
+    r"\s",
+    r"\D",
+    r"\W",
+    r"\S",
+    r"\.",
+    r"\/",
+    r"\-",
+    r"\]",
+    r"\[",
+    r"\n",
+    r"\t",
+    r"\x22",
+    r"\u0022",
+    r"\x5c",
+    r"\x00",
+    r"\x1f",
+    r"\u2028",
+]
 IN_CLASSES = [
-    "a-z", "0-9", '"', r"\\", r"\"", " -~", r"\x00-\x1f", r"\x00-!", r"\w", r"\d", r"\s", r"\S", r"\D", r"\W", r"\]", "-", ".", "&&", "[", r"\r\n", "é",
-    "^", r"\x7f",
-]  # fmt: skip
+    "a-z",
+    "0-9",
+    '"',
+    r"\\",
+    r"\"",
+    " -~",
+    r"\x00-\x1f",
+    r"\x00-!",
+    r"\w",
+    r"\d",
+    r"\s",
+    r"\S",
+    r"\D",
+    r"\W",
+    r"\]",
+    "-",
+    ".",
+    "&&",
+    "[",
+    r"\r\n",
+    "é",
+    "^",
+    r"\x7f",
+]
 TIMES = [*[""] * 5, "*", "+", "?", "{2}", "{1,3}", "{0,2}", "*?", "{2,}"]
 WALKS = 12
 
@@ -47,7 +90,9 @@ def placed(inner: str, rng: random.Random) -> str:
 
 
 def options(rng: random.Random, depth: int) -> str:
-    return "|".join("".join(part(rng, depth) for _ in range(rng.randint(1, 3))) for _ in range(rng.choice([1, 1, 1, 2])))
+    return "|".join(
+        "".join(part(rng, depth) for _ in range(rng.randint(1, 3))) for _ in range(rng.choice([1, 1, 1, 2]))
+    )
 
 
 def part(rng: random.Random, depth: int) -> str:
@@ -64,8 +109,16 @@ def part(rng: random.Random, depth: int) -> str:
 PLACES: dict[str, Callable[[str], Any]] = {
     "pattern": lambda pattern: {"type": "string", "pattern": pattern},
     "pattern and lengths": lambda pattern: {"type": "string", "pattern": pattern, "minLength": 1, "maxLength": 4},
-    "patternProperties": lambda pattern: {"type": "object", "patternProperties": {pattern: {"type": "integer"}}, "additionalProperties": {"type": "boolean"}},
-    "propertyNames": lambda pattern: {"type": "object", "propertyNames": {"pattern": pattern}, "additionalProperties": {"type": "null"}},
+    "patternProperties": lambda pattern: {
+        "type": "object",
+        "patternProperties": {pattern: {"type": "integer"}},
+        "additionalProperties": {"type": "boolean"},
+    },
+    "propertyNames": lambda pattern: {
+        "type": "object",
+        "propertyNames": {"pattern": pattern},
+        "additionalProperties": {"type": "null"},
+    },
     "not": lambda pattern: {"type": "string", "not": {"pattern": pattern}},
 }
 
@@ -85,7 +138,9 @@ def of_patterns(count: int, seed: int, counts: Counter[str]) -> list[str]:
         for number in range(WALKS):
             answer = walk_from(beginning, seed=number, max_tokens=60, min_ending=6)
             counts[answer.finish_reason] += 1
-            if answer.finish_reason == "stop" and not keeps(answer.text, schema, pattern if place.startswith("pattern and") or place == "pattern" else None):
+            if answer.finish_reason == "stop" and not keeps(
+                answer.text, schema, pattern if place.startswith("pattern and") or place == "pattern" else None
+            ):
                 wrong.append(f"{answer.text!r} for {schema!r}")
     return wrong
 
@@ -93,7 +148,9 @@ def of_patterns(count: int, seed: int, counts: Counter[str]) -> list[str]:
 def keeps(text: str, schema: Any, pattern: str | None) -> bool:
     """Whether an answer keeps to its schema, and its text to the pattern."""
     with warnings.catch_warnings(action="ignore"):
-        return not problems_of(schema, text) and (pattern is None or (engine := ecma()) is None or engine(pattern, json.loads(text)))
+        return not problems_of(schema, text) and (
+            pattern is None or (engine := ecma()) is None or engine(pattern, json.loads(text))
+        )
 
 
 @cache

@@ -18,12 +18,18 @@ AT_ONCE = 24
 
 
 @examples(16, phases=[Phase.explicit, Phase.reuse, Phase.generate], suppress_health_check=list(HealthCheck))
-@given(some=st.lists(schemas(), min_size=AT_ONCE, max_size=AT_ONCE), temperature=st.sampled_from([0.9, 2.0]), seed=st.integers(0, 1 << 32))
+@given(
+    some=st.lists(schemas(), min_size=AT_ONCE, max_size=AT_ONCE),
+    temperature=st.sampled_from([0.9, 2.0]),
+    seed=st.integers(0, 1 << 32),
+)
 def test_every_answer_that_has_ended_keeps_to_its_schema(some: list[Any], temperature: float, seed: int) -> None:
     asked = [prepare(Constraint("json_schema", json.dumps(each))).constraint for each in some]
     answers = generate(asked, temperature=temperature, seed=seed, max_tokens=300)
     assert [answer.error for answer in answers] == [None] * len(some)
-    ended = [(answer.text, schema) for answer, schema in zip(answers, some, strict=True) if answer.finish_reason == "stop"]
+    ended = [
+        (answer.text, schema) for answer, schema in zip(answers, some, strict=True) if answer.finish_reason == "stop"
+    ]
     assert ended  # the others are cut off: a text without a bound is as long as chance will have it
     for text, schema in ended:
         assert keeps_to(text, schema), (text, schema)
@@ -38,7 +44,10 @@ def test_every_answer_that_has_ended_keeps_to_its_schema(some: list[Any], temper
             '{"a": -3, "b": [1.5e3, {"x": "\\u00e9\\n\\ud83d\\ude00"}]}',
         ),
         ({"oneOf": [{"type": "string"}, {"type": "integer"}]}, "17"),
-        ({"$defs": {"node": {"type": "array", "items": {"$ref": "#/$defs/node"}}}, "$ref": "#/$defs/node"}, "[[], [[]]]"),
+        (
+            {"$defs": {"node": {"type": "array", "items": {"$ref": "#/$defs/node"}}}, "$ref": "#/$defs/node"},
+            "[[], [[]]]",
+        ),
         ({"allOf": [{"type": "object", "properties": {"a": {"type": "integer"}}}, {"required": ["a"]}]}, '{"a": 1}'),
     ],
 )
@@ -51,7 +60,13 @@ def test_what_is_valid_is_allowed(schema: Any, text: str) -> None:
 
 
 VALUE = {"a": [1, {"b": []}], "c": {}}
-LAYOUTS = {"compact": {"separators": (",", ":")}, "plain": {}, "spaced": {"separators": (" , ", " : ")}, "lines": {"indent": 4}, "tabs": {"indent": "\t"}}
+LAYOUTS = {
+    "compact": {"separators": (",", ":")},
+    "plain": {},
+    "spaced": {"separators": (" , ", " : ")},
+    "lines": {"indent": 4},
+    "tabs": {"indent": "\t"},
+}
 
 
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
@@ -69,4 +84,11 @@ def test_white_space_has_an_end(text: str) -> None:
 def num_allowed(text: str) -> int:
     """How many of the first characters any object's JSON may begin with."""
     matcher = compile_grammar(Constraint("json_schema", '{"type": "object"}'), vocabulary())
-    return next((number for number, each in enumerate(text) if not matcher.consume_tokens(vocabulary().tokenizer.tokenize_str(each))), len(text))
+    return next(
+        (
+            number
+            for number, each in enumerate(text)
+            if not matcher.consume_tokens(vocabulary().tokenizer.tokenize_str(each))
+        ),
+        len(text),
+    )

@@ -1,6 +1,8 @@
-"""Answers drawn by chance among the tokens that a grammar allows, without a model: thousands in the time in which a model writes one.
+"""Answers drawn by chance among the tokens that a grammar allows, without a model: thousands in the
+time in which a model writes one.
 
-Each walk prefers some tokens, for engines go wrong at them: escapes and quotation marks, or digits; or it prefers none. After some tokens it goes to
+Each walk prefers some tokens, for engines go wrong at them: escapes and quotation marks, or digits;
+or it prefers none. After some tokens it goes to
 an end.
 """
 
@@ -26,9 +28,18 @@ ENDING = 60.0
 def preferences() -> tuple[list[Array], Array]:
     """Weights of the tokens: one row for each kind of walk; and of those that end something."""
     texts = [vocabulary().tokenizer.decode_bytes([token]) for token in range(vocabulary().vocab_size)]
-    escapes = [ESCAPED if each.startswith(b"\\") else IN_ESCAPES if b'"' in each or each in (b"u", b"0", b"1", b"n", b"b", b"t") else 1.0 for each in texts]
+    escapes = [
+        ESCAPED
+        if each.startswith(b"\\")
+        else IN_ESCAPES
+        if b'"' in each or each in (b"u", b"0", b"1", b"n", b"b", b"t")
+        else 1.0
+        for each in texts
+    ]
     digits = [DIGIT if each[:1].isdigit() or each in (b"-", b".", b"e", b"E", b"+") else 1.0 for each in texts]
-    return [np.array(escapes), np.array(digits), np.ones(len(texts))], np.array([ENDING if each[:1] and each[:1] in b'"}],:' else 1.0 for each in texts])
+    return [np.array(escapes), np.array(digits), np.ones(len(texts))], np.array(
+        [ENDING if each[:1] and each[:1] in b'"}],:' else 1.0 for each in texts]
+    )
 
 
 def walk(constraint: Constraint, *, seed: int, max_tokens: int = 400, min_ending: int = MIN_ENDING) -> Answer:
@@ -42,7 +53,9 @@ def walk_from(beginning: LLMatcher, *, seed: int, max_tokens: int = 400, min_end
     kinds, endings = preferences()
     early, late = kinds[seed % len(kinds)] * np.sqrt(endings), kinds[seed % len(kinds)] * endings**2
     while len(output) < max_tokens and not matcher.is_stopped():
-        mask = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), np.uint8), bitorder="little")[: early.size].astype(bool)
+        mask = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), np.uint8), bitorder="little")[
+            : early.size
+        ].astype(bool)
         if matcher.is_error():
             return failed(output, matcher)
         may_end = mask[list(EOS)].any()

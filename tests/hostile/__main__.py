@@ -46,7 +46,9 @@ def judge(case: Case, reply: httpx.Response) -> str:
         return "answered without a key"
     if reply.status_code == 504 and b"deadline_s" in case.content:
         return ""  # a slow machine may well not keep the deadline that it sets
-    if reply.status_code >= 500 and reply.status_code != 501:  # 501 is said on purpose: what llama.cpp's routes do and we do not
+    if (
+        reply.status_code >= 500 and reply.status_code != 501
+    ):  # 501 is said on purpose: what llama.cpp's routes do and we do not
         return f"status {reply.status_code}"
     if reply.status_code < 400 or case.method == "HEAD":
         return ""
@@ -70,12 +72,16 @@ class Attack:
 
     def memory_mb(self) -> float:
         """Memory of the gateway and its helpers."""
-        return sum(float(each.memory_info().rss) for each in (self.gateway, *self.gateway.children(recursive=True))) / 1e6
+        return (
+            sum(float(each.memory_info().rss) for each in (self.gateway, *self.gateway.children(recursive=True))) / 1e6
+        )
 
     async def send(self, client: httpx.AsyncClient, case: Case) -> None:
         headers = ({"Authorization": f"Bearer {self.key}"} if case.has_key else {}) | case.headers
         try:
-            async with client.stream(case.method, self.deployment.url() + case.path, content=case.content, headers=headers) as reply:
+            async with client.stream(
+                case.method, self.deployment.url() + case.path, content=case.content, headers=headers
+            ) as reply:
                 if reply.status_code < 400 and "event-stream" in reply.headers.get("content-type", ""):
                     self.statuses["2xx"] += 1
                     return  # and go: its requests are cancelled
@@ -126,7 +132,11 @@ class Attack:
                 if sent <= WARM_UP:
                     before = self.memory_mb()
                 health = await client.get(self.deployment.url() + "/health")
-                print(f"{sent:>6} sent, {time.monotonic() - begun:.0f} s, {self.memory_mb():.0f} MB, /health {health.status_code}", flush=True)
+                print(
+                    f"{sent:>6} sent, {time.monotonic() - begun:.0f} s, {self.memory_mb():.0f} MB, /health "
+                    f"{health.status_code}",
+                    flush=True,
+                )
                 if health.status_code != 200:
                     self.faults[f"/health: {health.text[:200]}"] += 1
         return self.memory_mb() - before
@@ -158,14 +168,21 @@ def attack_redis(attack: Attack, num_messages: int, seed: int) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.hostile", description=__doc__)
     parser.add_argument("--requests", type=int, default=10_000)
-    parser.add_argument("--deep", type=int, default=2000, help="requests beside these with values nested 200 to 2,000 levels deep")
-    parser.add_argument("--messages", type=int, default=2000, help="that are written into the pipeline's streams afterwards")
+    parser.add_argument(
+        "--deep", type=int, default=2000, help="requests beside these with values nested 200 to 2,000 levels deep"
+    )
+    parser.add_argument(
+        "--messages", type=int, default=2000, help="that are written into the pipeline's streams afterwards"
+    )
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     with running() as deployment:
         key = add_key(deployment.folder / "keys.json", "attacker")
         attack = Attack(deployment, key)
-        wait_until(lambda: httpx.get(f"{deployment.url()}/v1/models", headers={"x-api-key": key}, trust_env=False).is_success, description="the key is known")
+        wait_until(
+            lambda: httpx.get(f"{deployment.url()}/v1/models", headers={"x-api-key": key}, trust_env=False).is_success,
+            description="the key is known",
+        )
         for fault in (*replays(deployment), *checks(deployment)):
             attack.faults[fault] += 1
         if difference := asyncio.run(tell_apart(deployment.url(), key)):

@@ -1,4 +1,6 @@
-"""Requests that nobody should send: made from the API's own description, so that every route and every field has its share."""
+"""Requests that nobody should send: made from the API's own description, so that every route and
+every field has its share.
+"""
 
 import json
 import random
@@ -131,7 +133,8 @@ BROKEN: list[bytes] = [
     b"POST /v1/completions HTTP/1.1\r\n%sContent-Length: -5\r\n\r\n{}",
     b"POST /v1/completions HTTP/1.1\r\n%sContent-Length: 5\r\nContent-Length: 2\r\n\r\n{}",
     b"POST /v1/completions HTTP/1.1\r\n%sContent-Length: 99999999999999999999\r\n\r\n{}",
-    b"POST /v1/completions HTTP/1.1\r\n%sTransfer-Encoding: chunked\r\nContent-Length: 4\r\n\r\n0\r\n\r\nGET /metrics HTTP/1.1\r\n\r\n",
+    b"POST /v1/completions HTTP/1.1\r\n%sTransfer-Encoding: chunked\r\nContent-Length: 4\r\n\r\n0\r\n\r\nGET /metrics "
+    b"HTTP/1.1\r\n\r\n",
     b"POST /v1/completions HTTP/1.1\r\n%sTransfer-Encoding: chunked\r\n\r\nZZZ\r\n{}\r\n0\r\n\r\n",
     b"POST /v1/completions HTTP/1.1\r\n%sContent-Length: 99999999\r\n\r\n{",
     b"GET /v1/models HTTP/1.1\r\nBad Header: y\r\n%s\r\n",
@@ -165,7 +168,9 @@ class Case:
 def make_cases(api: dict[str, Any], seed: int) -> Iterator[Case]:
     """Without end, in an order that the seed decides. api: the OpenAPI description."""
     rng = random.Random(seed)
-    routes = [(path, method.upper(), route) for path, methods in api["paths"].items() for method, route in methods.items()]
+    routes = [
+        (path, method.upper(), route) for path, methods in api["paths"].items() for method, route in methods.items()
+    ]
     makers = (of_field, of_field, of_field, of_body, of_path, of_method, of_headers, of_key)
     while True:
         path, method, route = rng.choice(routes)
@@ -191,7 +196,9 @@ def filled(rng: random.Random, path: str) -> str:
 
 def of_field(rng: random.Random, path: str, method: str, names: list[str]) -> Case:
     """A good body but for one field, or two."""
-    body = {name: value for name, value in VALUES.items() if name in names} | {name: 1 for name in SHORT if name in names}
+    body = {name: value for name, value in VALUES.items() if name in names} | {
+        name: 1 for name in SHORT if name in names
+    }
     wrong = rng.sample(names, min(len(names), rng.choice((1, 1, 2)))) if names else []
     body |= {name: rng.choice(NASTY) for name in wrong} or {"no_such_field": rng.choice(NASTY)}
     return Case(f"field {','.join(wrong)}", method, filled(rng, path), json.dumps(body).encode())
@@ -203,7 +210,12 @@ def of_body(rng: random.Random, path: str, method: str, _: list[str]) -> Case:
 
 
 def of_path(rng: random.Random, path: str, method: str, _: list[str]) -> Case:
-    return Case("path", method, filled(rng, path) + rng.choice((*QUERIES, "/", "/" + rng.choice(PATH_IDS), "%00")), b"{}" if method == "POST" else b"")
+    return Case(
+        "path",
+        method,
+        filled(rng, path) + rng.choice((*QUERIES, "/", "/" + rng.choice(PATH_IDS), "%00")),
+        b"{}" if method == "POST" else b"",
+    )
 
 
 def of_method(rng: random.Random, path: str, _: str, __: list[str]) -> Case:
@@ -216,5 +228,16 @@ def of_headers(rng: random.Random, path: str, method: str, _: list[str]) -> Case
 
 def of_key(rng: random.Random, path: str, method: str, names: list[str]) -> Case:
     case = of_field(rng, path, method, names)
-    wrong = rng.choice(("", "Bearer", "Bearer ", "Bearer x", "Basic eDp4", "Bearer " + "k" * 5000, "Bearer sk-penstock-" + "A" * 43, "bearer\tx"))
+    wrong = rng.choice(
+        (
+            "",
+            "Bearer",
+            "Bearer ",
+            "Bearer x",
+            "Basic eDp4",
+            "Bearer " + "k" * 5000,
+            "Bearer sk-penstock-" + "A" * 43,
+            "bearer\tx",
+        )
+    )
     return Case("key", method, case.path, case.content, {"Authorization": wrong} if wrong else {}, has_key=False)

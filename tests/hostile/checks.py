@@ -1,4 +1,5 @@
-"""`python -m tests.hostile.checks`: what 31 answers of one tenant, the checks of which would never end, do to another's answer.
+"""`python -m tests.hostile.checks`: what 31 answers of one tenant, the checks of which would never
+end, do to another's answer.
 
 A part of `make verify SUITE=hostile`.
 """
@@ -25,16 +26,32 @@ ROUNDS = 15
 PAUSE_S = 0.3  # for the last tokens of the slow answers: their checks take CHECK_TIMEOUT_S
 MOST_TIMES = 1.5  # what the other's answer takes alone
 SLOW = {
-    "type": "object", "properties": {"a": {"type": "string", "pattern": "^a{40}!$"}}, "required": ["a"], "additionalProperties": False,
+    "type": "object",
+    "properties": {"a": {"type": "string", "pattern": "^a{40}!$"}},
+    "required": ["a"],
+    "additionalProperties": False,
     "not": {"properties": {"a": {"pattern": "^(a+)+$"}}},
-}  # fmt: skip
-LIST = {"type": "array", "items": {"enum": [f"item {number}" for number in range(9)]}, "minItems": 8, "maxItems": 8, "uniqueItems": True}
+}
+LIST = {
+    "type": "array",
+    "items": {"enum": [f"item {number}" for number in range(9)]},
+    "minItems": 8,
+    "maxItems": 8,
+    "uniqueItems": True,
+}
 
 
 def asked(client: httpx.Client, schema: Any, seen: threading.Semaphore | None = None) -> tuple[float, float]:
     """The seconds that an answer takes, and those of them after its last text."""
     form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
-    body = {"model": MODEL, "messages": [{"role": "user", "content": "x"}], "response_format": form, "max_tokens": 300, "temperature": 0, "stream": True}
+    body = {
+        "model": MODEL,
+        "messages": [{"role": "user", "content": "x"}],
+        "response_format": form,
+        "max_tokens": 300,
+        "temperature": 0,
+        "stream": True,
+    }
     began = last = time.monotonic()
     told = []
     with client.stream("POST", "/v1/chat/completions", json=body) as reply:
@@ -52,10 +69,15 @@ def asked(client: httpx.Client, schema: Any, seen: threading.Semaphore | None = 
 def checks(deployment: Deployment) -> list[str]:
     """Say what is wrong, in words."""
     slow, other = (
-        httpx.Client(base_url=deployment.url(), headers={"Authorization": f"Bearer {key}"}, trust_env=False, timeout=120)
+        httpx.Client(
+            base_url=deployment.url(), headers={"Authorization": f"Bearer {key}"}, trust_env=False, timeout=120
+        )
         for key in [add_key(deployment.folder / "keys.json", name) for name in ("slow", "brief")]
     )
-    wait_until(lambda: all(each.get("/v1/models").status_code == 200 for each in (slow, other)), description="the keys are known")
+    wait_until(
+        lambda: all(each.get("/v1/models").status_code == 200 for each in (slow, other)),
+        description="the keys are known",
+    )
     for _ in range(WARMING):
         asked(other, LIST)
     alone, beside, held = [], [], []
@@ -70,7 +92,11 @@ def checks(deployment: Deployment) -> list[str]:
             beside.append(asked(other, LIST)[0])
             held += [each.result()[1] for each in answers]
     once, busy = statistics.median(alone), statistics.median(beside)
-    print(f"{COUNT} slow checks: another's answer takes {busy:.2f} s, alone {once:.2f} s; each of the {COUNT} waits {max(held):.2f} s at most", flush=True)
+    print(
+        f"{COUNT} slow checks: another's answer takes {busy:.2f} s, alone {once:.2f} s; each of the {COUNT} waits "
+        f"{max(held):.2f} s at most",
+        flush=True,
+    )
     faults = []
     if busy > MOST_TIMES * once:
         faults.append(f"beside {COUNT} slow checks, another's answer takes {busy:.2f} s, alone {once:.2f}")

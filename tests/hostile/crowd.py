@@ -1,6 +1,8 @@
-"""`python -m tests.hostile.crowd URL KEY PATH COUNT`: for each line of standard input, so many requests at once; then a line with what came of them.
+"""`python -m tests.hostile.crowd URL KEY PATH COUNT`: for each line of standard input, so many
+requests at once; then a line with what came of them.
 
-A process of its own, so that the times that others measure meanwhile are a gateway's, and not of the program that measures.
+A process of its own, so that the times that others measure meanwhile are a gateway's, and not of
+the program that measures.
 """
 
 import asyncio
@@ -34,13 +36,19 @@ async def rush(host: str, port: int, content: bytes, count: int) -> dict[str, ob
     print("sent", flush=True)
     found = await asyncio.gather(*tasks)
     took_s = time.monotonic() - began
-    return {"took_s": round(took_s, 2), "statuses": Counter(status for status, _ in found), "bytes": sum(length for _, length in found)}
+    return {
+        "took_s": round(took_s, 2),
+        "statuses": Counter(status for status, _ in found),
+        "bytes": sum(length for _, length in found),
+    }
 
 
 def main() -> None:
     url, key, path, count = sys.argv[1:]
     parts = urlsplit(url)
-    content = f"GET {path} HTTP/1.1\r\nHost: {parts.netloc}\r\nAuthorization: Bearer {key}\r\nConnection: close\r\n\r\n".encode()
+    content = (
+        f"GET {path} HTTP/1.1\r\nHost: {parts.netloc}\r\nAuthorization: Bearer {key}\r\nConnection: close\r\n\r\n"
+    ).encode()
     for _ in sys.stdin:
         print(json.dumps(asyncio.run(rush(str(parts.hostname), parts.port or 80, content, int(count)))), flush=True)
 

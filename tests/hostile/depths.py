@@ -1,4 +1,5 @@
-"""Values nested 200 to 2,000 levels deep, endless numbers and what is no JSON, in each place of each API's bodies where a value or a text of JSON may stand.
+"""Values nested 200 to 2,000 levels deep, endless numbers and what is no JSON, in each place of
+each API's bodies where a value or a text of JSON may stand.
 
 No process may end of them: neither a stage, nor a gateway's helper, nor the worker that renders templates.
 """
@@ -20,12 +21,59 @@ if TYPE_CHECKING:
     from tests.hostile.__main__ import Attack
 
 DEPTHS = (200, 2000)
-LIMITS = (128, 144, 254, 255, 256, 329, 492, 985, 986, 988, 990, 994, 998, 1000, 1020, 1023, 1024, 1025)  # of this server, orjson, Python, and near them
-LEVELS = (('{"a":', "}"), ("[", "]"), ('{"a":[', "]}"), ('{"type":"object","properties":{"a":', "}}"), ('{"type":"array","items":', "}"), ('{"not":', "}"))
+LIMITS = (
+    128,
+    144,
+    254,
+    255,
+    256,
+    329,
+    492,
+    985,
+    986,
+    988,
+    990,
+    994,
+    998,
+    1000,
+    1020,
+    1023,
+    1024,
+    1025,
+)  # of this server, orjson, Python, and near them
+LEVELS = (
+    ('{"a":', "}"),
+    ("[", "]"),
+    ('{"a":[', "]}"),
+    ('{"type":"object","properties":{"a":', "}}"),
+    ('{"type":"array","items":', "}"),
+    ('{"not":', "}"),
+)
 LEAVES = (
-    "1", '"x"', "{}", "[]", "null", '"<|im_end|>"', '"\\u003c|im_end|>"', "9" * 4301, "9" * 70_000, "-" + "9" * 400, "1e999", "-1e999", "1." + "0" * 5000,
-    "NaN", "Infinity", "-Infinity", '"\\ud800"', '"\\ud83d\\ud83d"', '"\\u0000"', "0x" + "f" * 5000, "", "'", "tru",
-)  # fmt: skip
+    "1",
+    '"x"',
+    "{}",
+    "[]",
+    "null",
+    '"<|im_end|>"',
+    '"\\u003c|im_end|>"',
+    "9" * 4301,
+    "9" * 70_000,
+    "-" + "9" * 400,
+    "1e999",
+    "-1e999",
+    "1." + "0" * 5000,
+    "NaN",
+    "Infinity",
+    "-Infinity",
+    '"\\ud800"',
+    '"\\ud83d\\ud83d"',
+    '"\\u0000"',
+    "0x" + "f" * 5000,
+    "",
+    "'",
+    "tru",
+)
 HERE = "its place"  # of the value, in a body
 AS_TEXT = "its place, as a text"
 CHAT_HEAD: dict[str, Any] = {"model": MODEL, "max_tokens": 1}
@@ -33,7 +81,13 @@ USER = {"role": "user", "content": "x"}
 
 
 def called(arguments: str) -> list[Any]:
-    return [USER, {"role": "assistant", "tool_calls": [{"id": "c", "type": "function", "function": {"name": "f", "arguments": arguments}}]}]
+    return [
+        USER,
+        {
+            "role": "assistant",
+            "tool_calls": [{"id": "c", "type": "function", "function": {"name": "f", "arguments": arguments}}],
+        },
+    ]
 
 
 def tool(parameters: str) -> dict[str, Any]:
@@ -43,7 +97,10 @@ def tool(parameters: str) -> dict[str, Any]:
 def of_chats() -> Iterator[dict[str, Any]]:
     for place in (HERE, AS_TEXT):
         yield {"messages": called(place)}
-        yield {"messages": [*called(place), {"role": "tool", "tool_call_id": "c", "content": "1"}, USER], "tools": [tool("{}")]}
+        yield {
+            "messages": [*called(place), {"role": "tool", "tool_call_id": "c", "content": "1"}, USER],
+            "tools": [tool("{}")],
+        }
         yield {"messages": [USER, {"role": "assistant", "function_call": {"name": "f", "arguments": place}}]}
         yield {"messages": [{"role": "user", "content": place}]}
         yield {"messages": [USER], "chat_template_kwargs": {"a": place}}
@@ -52,7 +109,15 @@ def of_chats() -> Iterator[dict[str, Any]]:
         yield {"messages": [USER], "guided_json": place}
         yield {"messages": [USER], "unknown": place}
         yield {"messages": place}
-    yield {"messages": [{"role": "assistant", "content": "x", "tool_calls": [{"id": "c", "type": "custom", "custom": {"name": "f", "input": AS_TEXT}}]}]}
+    yield {
+        "messages": [
+            {
+                "role": "assistant",
+                "content": "x",
+                "tool_calls": [{"id": "c", "type": "custom", "custom": {"name": "f", "input": AS_TEXT}}],
+            }
+        ]
+    }
     yield {"messages": [{"role": "user", "content": [{"type": "text", "text": "x", "cache_control": HERE}]}]}
     yield {"messages": [USER], "documents": [{"a": HERE}]}
     yield {"messages": [USER], "response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": HERE}}}
@@ -64,10 +129,22 @@ def of_chats() -> Iterator[dict[str, Any]]:
 
 def of_blocks() -> Iterator[dict[str, Any]]:
     for place in (HERE, AS_TEXT):
-        yield {"messages": [USER, {"role": "assistant", "content": [{"type": "tool_use", "id": "t", "name": "f", "input": {"a": place}}]}]}
+        yield {
+            "messages": [
+                USER,
+                {"role": "assistant", "content": [{"type": "tool_use", "id": "t", "name": "f", "input": {"a": place}}]},
+            ]
+        }
         yield {"messages": [USER], "system": [{"type": "text", "text": "x", "cache_control": place}]}
-        yield {"messages": [{"role": "user", "content": [{"type": "tool_result", "tool_use_id": "t", "content": place}]}]}
-    yield {"messages": [USER, {"role": "assistant", "content": [{"type": "tool_use", "id": "t", "name": "f", "input": HERE}]}]}
+        yield {
+            "messages": [{"role": "user", "content": [{"type": "tool_result", "tool_use_id": "t", "content": place}]}]
+        }
+    yield {
+        "messages": [
+            USER,
+            {"role": "assistant", "content": [{"type": "tool_use", "id": "t", "name": "f", "input": HERE}]},
+        ]
+    }
     yield {"messages": [USER], "tools": [{"name": "f", "input_schema": HERE}], "tool_choice": {"type": "any"}}
     yield {"messages": [USER], "output_config": {"format": {"type": "json_schema", "schema": HERE}}}
     yield {"messages": [USER], "unknown": HERE}
@@ -75,22 +152,44 @@ def of_blocks() -> Iterator[dict[str, Any]]:
 
 def of_ollama() -> Iterator[dict[str, Any]]:
     for place in (HERE, AS_TEXT):
-        yield {"messages": [USER, {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": {"a": place}}}]}]}
+        yield {
+            "messages": [
+                USER,
+                {
+                    "role": "assistant",
+                    "content": "",
+                    "tool_calls": [{"function": {"name": "f", "arguments": {"a": place}}}],
+                },
+            ]
+        }
         yield {"messages": [USER], "format": place}
-    yield {"messages": [USER, {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": HERE}}]}]}
+    yield {
+        "messages": [
+            USER,
+            {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": HERE}}]},
+        ]
+    }
     yield {"messages": [USER], "tools": [tool(HERE)]}
     yield {"messages": [USER], "options": {"stop": HERE, "temperature": HERE}}
 
 
 def of_items() -> Iterator[dict[str, Any]]:
     for place in (HERE, AS_TEXT):
-        yield {"input": [{"type": "function_call", "call_id": "c", "name": "f", "arguments": place}, {"type": "message", **USER}]}
+        yield {
+            "input": [
+                {"type": "function_call", "call_id": "c", "name": "f", "arguments": place},
+                {"type": "message", **USER},
+            ]
+        }
         yield {"input": [{"type": "function_call_output", "call_id": "c", "output": place}]}
     yield {"input": [{"type": "local_shell_call", "call_id": "c", "action": HERE}]}
     yield {"input": [{"type": "web_search_call", "id": "w", "action": HERE}, {"type": "message", **USER}]}
     yield {"input": [{"type": "custom_tool_call", "call_id": "c", "name": "f", "input": AS_TEXT}]}
     yield {"input": "x", "tools": [{"type": "function", "name": "f", "parameters": HERE}]}
-    yield {"input": "x", "tools": [{"type": "namespace", "name": "n", "tools": [{"type": "function", "name": "f", "parameters": HERE}]}]}
+    yield {
+        "input": "x",
+        "tools": [{"type": "namespace", "name": "n", "tools": [{"type": "function", "name": "f", "parameters": HERE}]}],
+    }
     yield {"input": "x", "text": {"format": {"type": "json_schema", "name": "x", "schema": HERE}}}
     yield {"input": "x", "metadata": HERE, "tool_choice": HERE}
 
@@ -100,21 +199,54 @@ def places() -> list[tuple[str, dict[str, Any]]]:
     head, ollama = CHAT_HEAD, {"model": MODEL, "stream": False, "options": {"num_predict": 1}}
     found = [("/v1/chat/completions", head | body) for body in of_chats()]
     found += [(path, head | body) for body in of_blocks() for path in ("/v1/messages", "/v1/messages/count_tokens")]
-    found += [("/v1/messages/batches", {"requests": [{"custom_id": "a", "params": head | body}]}) for body in of_blocks()]
+    found += [
+        ("/v1/messages/batches", {"requests": [{"custom_id": "a", "params": head | body}]}) for body in of_blocks()
+    ]
     found += [("/api/chat", ollama | body) for body in of_ollama()]
     found += [("/v1/responses", {"model": MODEL, "max_output_tokens": 16} | body) for body in of_items()]
     for path in ("/tokenize", "/v1/embeddings"):
         found += [
-            (path, {"model": MODEL, "messages": called(place)} | more) for place in (HERE, AS_TEXT) for more in ({}, {"chat_template_kwargs": {"a": HERE}})
+            (path, {"model": MODEL, "messages": called(place)} | more)
+            for place in (HERE, AS_TEXT)
+            for more in ({}, {"chat_template_kwargs": {"a": HERE}})
         ]
     for place in (HERE, AS_TEXT):
-        found += [("/v1/completions", head | {"prompt": place}), ("/v1/completions", head | {"prompt": "x", "guided_json": place})]
-        found += [("/completion", {"prompt": place, "n_predict": 1}), ("/completion", {"prompt": "x", "n_predict": 1, "json_schema": place})]
-        found += [("/infill", {"input_prefix": "x", "input_suffix": "y", "input_extra": place}), ("/v1/embeddings", {"model": MODEL, "input": place})]
-        found += [("/api/generate", ollama | {"prompt": "x", "format": place, "raw": True}), ("/api/embed", {"model": MODEL, "input": place})]
-        found += [("/v1/prompt_modules", {"modules": [{"name": "a", "text": "x", "parameters": place}]}), ("/detokenize", {"tokens": place})]
-        found += [("/rerank", {"query": "x", "documents": place}), ("/score", {"text_1": "x", "text_2": place}), ("/classify", {"input": place})]
-        found += [("/v1/batches", {"input_file_id": "x", "endpoint": "/v1/completions", "completion_window": "24h", "metadata": {"a": place}})]
+        found += [
+            ("/v1/completions", head | {"prompt": place}),
+            ("/v1/completions", head | {"prompt": "x", "guided_json": place}),
+        ]
+        found += [
+            ("/completion", {"prompt": place, "n_predict": 1}),
+            ("/completion", {"prompt": "x", "n_predict": 1, "json_schema": place}),
+        ]
+        found += [
+            ("/infill", {"input_prefix": "x", "input_suffix": "y", "input_extra": place}),
+            ("/v1/embeddings", {"model": MODEL, "input": place}),
+        ]
+        found += [
+            ("/api/generate", ollama | {"prompt": "x", "format": place, "raw": True}),
+            ("/api/embed", {"model": MODEL, "input": place}),
+        ]
+        found += [
+            ("/v1/prompt_modules", {"modules": [{"name": "a", "text": "x", "parameters": place}]}),
+            ("/detokenize", {"tokens": place}),
+        ]
+        found += [
+            ("/rerank", {"query": "x", "documents": place}),
+            ("/score", {"text_1": "x", "text_2": place}),
+            ("/classify", {"input": place}),
+        ]
+        found += [
+            (
+                "/v1/batches",
+                {
+                    "input_file_id": "x",
+                    "endpoint": "/v1/completions",
+                    "completion_window": "24h",
+                    "metadata": {"a": place},
+                },
+            )
+        ]
     return found
 
 
@@ -148,7 +280,9 @@ def children(attack: "Attack") -> dict[int, str]:
 
 
 async def send_deep(attack: "Attack", count: int, seed: int, concurrency: int) -> Counter[str]:
-    """Send so many. Returns how many processes have ended, by their names; what else is wrong is among the attack's faults."""
+    """Send so many. Returns how many processes have ended, by their names; what else is wrong is
+    among the attack's faults.
+    """
     ended, before, cases = Counter[str](), children(attack), deep_cases(seed)
     async with httpx.AsyncClient(trust_env=False, timeout=60) as client:
         for _ in range(0, count, 500):

@@ -38,7 +38,9 @@ def genuine(url: str) -> dict[str, Any]:
 
 
 def body_of(*args: Any) -> str:
-    return base64.b64encode(json.dumps([list(args), {}, {"callbacks": None, "errbacks": None, "chain": None, "chord": None}]).encode()).decode()
+    return base64.b64encode(
+        json.dumps([list(args), {}, {"callbacks": None, "errbacks": None, "chain": None, "chord": None}]).encode()
+    ).decode()
 
 
 # Fields of a message, and what Celery never writes there
@@ -65,7 +67,11 @@ def forged(good: dict[str, Any], rng: random.Random) -> list[bytes]:
     bomb = base64.b64encode(gzip.compress(b" " * UNPACKED)).decode()
     wrong: list[Any] = [good | {name: value} for name, values in WRONG.items() for value in values]
     wrong += [good | {"headers": headers | {name: value}} for name, values in WRONG_HEADERS.items() for value in values]
-    wrong += [good | {"properties": properties | {name: value}} for name, values in WRONG_PROPERTIES.items() for value in values]
+    wrong += [
+        good | {"properties": properties | {name: value}}
+        for name, values in WRONG_PROPERTIES.items()
+        for value in values
+    ]
     wrong += [good | {"body": body_of(*arguments)} for arguments in WRONG_ARGUMENTS]
     wrong += [good | {"headers": headers | {"compression": "application/x-gzip"}, "body": bomb}, *NO_MESSAGES]
     messages = [json.dumps(each).encode() for each in wrong]
@@ -98,17 +104,31 @@ class Outside:
             path.write_text(SECRET)
 
     def gone(self) -> list[str]:
-        return [str(path.relative_to(self.folder)) for path in self.paths if not path.exists() or path.read_text() != SECRET]
+        return [
+            str(path.relative_to(self.folder)) for path in self.paths if not path.exists() or path.read_text() != SECRET
+        ]
 
 
 def forge_files(deployment: Deployment, key: str) -> list[str]:
     """Records of files whose names lead outside; what of it the API gave away, in words."""
     headers, found = {"Authorization": f"Bearer {key}"}, []
-    with httpx.Client(base_url=deployment.url(), headers=headers, trust_env=False, timeout=60) as client, deployment.redis() as store:
+    with (
+        httpx.Client(base_url=deployment.url(), headers=headers, trust_env=False, timeout=60) as client,
+        deployment.redis() as store,
+    ):
         good = client.post("/v1/files", files={"file": ("lines.jsonl", b"{}")}, data={"purpose": "batch"}).json()["id"]
         record = msgpack.unpackb(store.get(file_key(good)))
-        ways: list[dict[str, Any]] = [{"file_id": "../../secret", "expires_at": "txt"}, {"file_id": "../../victim/kept", "expires_at": "txt"}]
-        ways += [{"file_id": f"{deployment.folder}/secret", "expires_at": "txt"}, {"owner": 7}, {"num_bytes": "many"}, {"filename": "\r\nX-Injected: yes"}, {}]
+        ways: list[dict[str, Any]] = [
+            {"file_id": "../../secret", "expires_at": "txt"},
+            {"file_id": "../../victim/kept", "expires_at": "txt"},
+        ]
+        ways += [
+            {"file_id": f"{deployment.folder}/secret", "expires_at": "txt"},
+            {"owner": 7},
+            {"num_bytes": "many"},
+            {"filename": "\r\nX-Injected: yes"},
+            {},
+        ]
         for number, way in enumerate(ways):
             forged_id = f"file-forged{number}"
             store.set(file_key(forged_id), msgpack.packb(record | {"file_id": forged_id} | way), ex=600)
@@ -120,7 +140,9 @@ def forge_files(deployment: Deployment, key: str) -> list[str]:
                 except httpx.RemoteProtocolError:  # a record without its content: the answer breaks off
                     continue
                 except httpx.HTTPError as error:
-                    found.append(f"{method} {path}{end}, {ways[int(path[-1])] if path[-1].isdigit() else 'garbage'}: {error!r}")
+                    found.append(
+                        f"{method} {path}{end}, {ways[int(path[-1])] if path[-1].isdigit() else 'garbage'}: {error!r}"
+                    )
                     continue
                 if SECRET in reply.text or "x-injected" in reply.headers:
                     found.append(f"{method} {path}{end} gives away what lies outside")
@@ -132,9 +154,16 @@ def forge_files(deployment: Deployment, key: str) -> list[str]:
 def batch_is_answered(deployment: Deployment, key: str) -> bool:
     """Whether a good batch is, after all that."""
     headers = {"Authorization": f"Bearer {key}"}
-    line = {"custom_id": "1", "method": "POST", "url": "/v1/completions", "body": {"model": MODEL, "prompt": "Water", "max_tokens": 2}}
+    line = {
+        "custom_id": "1",
+        "method": "POST",
+        "url": "/v1/completions",
+        "body": {"model": MODEL, "prompt": "Water", "max_tokens": 2},
+    }
     with httpx.Client(base_url=deployment.url(), headers=headers, trust_env=False, timeout=60) as client:
-        file = client.post("/v1/files", files={"file": ("lines.jsonl", json.dumps(line).encode())}, data={"purpose": "batch"}).json()
+        file = client.post(
+            "/v1/files", files={"file": ("lines.jsonl", json.dumps(line).encode())}, data={"purpose": "batch"}
+        ).json()
         wanted = {"input_file_id": file["id"], "endpoint": "/v1/completions", "completion_window": "24h"}
         batch = client.post("/v1/batches", json=wanted).json()
         until = time.monotonic() + ANSWER_S

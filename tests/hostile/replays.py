@@ -1,4 +1,5 @@
-"""`python -m tests.hostile.replays`: what one tenant's 400 replays at once of a response that has ended do to another's request.
+"""`python -m tests.hostile.replays`: what one tenant's 400 replays at once of a response that has
+ended do to another's request.
 
 A part of `make verify SUITE=hostile`.
 """
@@ -21,8 +22,20 @@ COUNT = 400
 ROUNDS = 7
 MOST = 2.0  # times what the other's request takes beside as many of the cheapest reads
 CHEAPEST = "/v1/models"
-SMALL: dict[str, Any] = {"model": MODEL, "messages": [{"role": "user", "content": "What is Penstock?"}], "max_tokens": 3, "temperature": 0}
-LONG = {"model": MODEL, "input": "Tell me everything.", "background": True, "max_output_tokens": 700, "logit_bias": {"0": -100}, "ignore_eos": True}
+SMALL: dict[str, Any] = {
+    "model": MODEL,
+    "messages": [{"role": "user", "content": "What is Penstock?"}],
+    "max_tokens": 3,
+    "temperature": 0,
+}
+LONG = {
+    "model": MODEL,
+    "input": "Tell me everything.",
+    "background": True,
+    "max_output_tokens": 700,
+    "logit_bias": {"0": -100},
+    "ignore_eos": True,
+}
 
 
 def made(client: httpx.Client) -> str:
@@ -30,7 +43,11 @@ def made(client: httpx.Client) -> str:
     reply = client.post("/v1/responses", json=LONG)
     assert reply.status_code == 200, reply.text
     response_id: str = reply.json()["id"]
-    wait_until(lambda: client.get(f"/v1/responses/{response_id}").json()["status"] in ("completed", "incomplete"), description="it has ended", timeout_s=120)
+    wait_until(
+        lambda: client.get(f"/v1/responses/{response_id}").json()["status"] in ("completed", "incomplete"),
+        description="it has ended",
+        timeout_s=120,
+    )
     return response_id
 
 
@@ -43,8 +60,16 @@ def took(client: httpx.Client) -> float:
 def replays(deployment: Deployment) -> list[str]:
     """Say what is wrong, in words."""
     keys = [add_key(deployment.folder / "keys.json", name) for name in ("again", "other")]
-    again, other = (httpx.Client(base_url=deployment.url(), headers={"Authorization": f"Bearer {key}"}, trust_env=False, timeout=120) for key in keys)
-    wait_until(lambda: all(each.get("/v1/models").status_code == 200 for each in (again, other)), description="the keys are known")
+    again, other = (
+        httpx.Client(
+            base_url=deployment.url(), headers={"Authorization": f"Bearer {key}"}, trust_env=False, timeout=120
+        )
+        for key in keys
+    )
+    wait_until(
+        lambda: all(each.get("/v1/models").status_code == 200 for each in (again, other)),
+        description="the keys are known",
+    )
     response_id, medians = made(again), {}
     alone = statistics.median(took(other) for _ in range(ROUNDS))
     for path in (CHEAPEST, f"/v1/responses/{response_id}?stream=true", f"/v1/responses/{response_id}"):
@@ -59,10 +84,18 @@ def replays(deployment: Deployment) -> list[str]:
                 beside.append(took(other))
                 found = json.loads(crowd.stdout.readline())
         times = ", ".join(f"{each:.2f}" for each in sorted(beside))
-        print(f"{COUNT} of {path.replace(response_id, 'ID')} at once ({found}): another's request takes {times} s, alone {alone:.2f}", flush=True)
+        print(
+            f"{COUNT} of {path.replace(response_id, 'ID')} at once ({found}): another's request takes {times} s, "
+            f"alone {alone:.2f}",
+            flush=True,
+        )
         medians[path] = statistics.median(beside)
     least = medians.pop(CHEAPEST)
-    return [f"{COUNT} replays at once: another's request takes {each:.2f} s, beside reads {least:.2f}" for each in medians.values() if each > MOST * least]
+    return [
+        f"{COUNT} replays at once: another's request takes {each:.2f} s, beside reads {least:.2f}"
+        for each in medians.values()
+        if each > MOST * least
+    ]
 
 
 if __name__ == "__main__":

@@ -1,6 +1,8 @@
-"""Hostile bytes in Redis: random ones, and the messages of the golden file with fields changed, into every stream that a stage reads.
+"""Hostile bytes in Redis: random ones, and the messages of the golden file with fields changed,
+into every stream that a stage reads.
 
-No stage may die of them. What is no message goes to the dead letters; what is one, and nonsense, fails the requests that it is about, and no others.
+No stage may die of them. What is no message goes to the dead letters; what is one, and nonsense,
+fails the requests that it is about, and no others.
 """
 
 import random
@@ -11,7 +13,17 @@ import redis
 
 from shared.wire.messages import Control, GenerateRequest, StepCandidates, StepDecisions, StepEvents, TokenizedRequest
 from shared.wire.replica import Replica
-from shared.wire.streams import CONTROL, MESSAGE, REPLICAS, candidates, decisions, events, prompts, replica_key, requests
+from shared.wire.streams import (
+    CONTROL,
+    MESSAGE,
+    REPLICAS,
+    candidates,
+    decisions,
+    events,
+    prompts,
+    replica_key,
+    requests,
+)
 from tests.deployment import MODEL
 from tests.wire.golden import GOLDEN
 
@@ -52,9 +64,13 @@ def inject(client: "redis.Redis", count: int, seed: int) -> None:
     rng = random.Random(seed)
     trees = {type(each.message): msgpack.unpackb(bytes.fromhex(each.now), strict_map_key=False) for each in GOLDEN}
     streams = {
-        requests(MODEL).key: GenerateRequest, prompts(MODEL).key: TokenizedRequest, candidates("sampler-1").key: StepCandidates,
-        decisions("compute-1").key: StepDecisions, events("gateway-1").key: StepEvents, CONTROL.key: Control,
-    }  # fmt: skip
+        requests(MODEL).key: GenerateRequest,
+        prompts(MODEL).key: TokenizedRequest,
+        candidates("sampler-1").key: StepCandidates,
+        decisions("compute-1").key: StepDecisions,
+        events("gateway-1").key: StepEvents,
+        CONTROL.key: Control,
+    }
     for number in range(count):
         key, kind = rng.choice(list(streams.items()))
         client.xadd(key, {MESSAGE: hostile(rng, trees[kind])} if rng.random() < 0.97 else {"what": "is this"})
@@ -80,4 +96,8 @@ def changed(rng: random.Random, value: Any) -> Any:
         return rng.choice(VALUES)
     place = rng.randrange(min(2, len(value) - 1), len(value))
     inner = value[place]
-    return [*value[:place], changed(rng, inner) if isinstance(inner, list) and rng.random() < 0.7 else rng.choice(VALUES), *value[place + 1 :]]
+    return [
+        *value[:place],
+        changed(rng, inner) if isinstance(inner, list) and rng.random() < 0.7 else rng.choice(VALUES),
+        *value[place + 1 :],
+    ]

@@ -1,4 +1,6 @@
-"""Every instruction set of this machine, in turn. Without the native library the tests fail rather than skip: a build that broke must not look like a pass."""
+"""Every instruction set of this machine, in turn. Without the native library the tests fail rather
+than skip: a build that broke must not look like a pass.
+"""
 
 import os
 from collections.abc import Iterator
@@ -29,7 +31,10 @@ def instruction_set(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPa
     """Native code runs on this set during the test, wherever a backend is chosen."""
     if open_context() is None:
         if os.environ.get(WITHOUT_KERNELS) != "1":
-            pytest.fail(f"the native kernels are not built: install g++ and run penstock build-kernels, or set {WITHOUT_KERNELS}=1")
+            pytest.fail(
+                "the native kernels are not built: install g++ and run penstock build-kernels, or set "
+                f"{WITHOUT_KERNELS}=1"
+            )
         pytest.skip("the native kernels are not built")
     monkeypatch.setenv(VARIABLE, request.param)
     try:
@@ -43,4 +48,8 @@ def instruction_set(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPa
 def search(request: pytest.FixtureRequest) -> RowSearch:
     """Through rows of logits: in native code where it is built, and without."""
     cpu = torch.device("cpu")
-    return choose_backend(torch.bfloat16, cpu).row_search if request.param == "native" else TorchBackend(torch.float32, cpu).row_search
+    return (
+        choose_backend(torch.bfloat16, cpu).row_search
+        if request.param == "native"
+        else TorchBackend(torch.float32, cpu).row_search
+    )

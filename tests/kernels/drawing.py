@@ -1,4 +1,6 @@
-"""A search that draws, as a device does it, where there is none: the next step can be launched on its tokens before anybody has read them."""
+"""A search that draws, as a device does it, where there is none: the next step can be launched on
+its tokens before anybody has read them.
+"""
 
 import random
 from collections.abc import Sequence

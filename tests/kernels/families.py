@@ -59,18 +59,25 @@ from tests.kernels.backends import CPU
 
 SIZES: dict[str, Any] = {
     "vocab_size": 512, "hidden_size": 64, "intermediate_size": 112, "num_hidden_layers": 3, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "max_position_embeddings": 512, "eos_token_id": 1, "bos_token_id": None, "pad_token_id": 0,
+    "num_key_value_heads": 2, "max_position_embeddings": 512, "eos_token_id": 1, "bos_token_id": None, "pad_token_id": 0,  # noqa: E501
 }  # fmt: skip
 LLAMA3_ROPE = {
-    "rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
-}  # fmt: skip
+}
 YARN_ROPE = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 128}
 LINEAR_ROPE = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}
 LONG_ROPE = {
-    "rope_type": "longrope", "rope_theta": 10000.0, "partial_rotary_factor": 0.5, "short_factor": [1.0 + 0.05 * i for i in range(16)],
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "partial_rotary_factor": 0.5,
+    "short_factor": [1.0 + 0.05 * i for i in range(16)],
     "long_factor": [1.5 + 0.5 * i for i in range(16)],
-}  # fmt: skip
+}
 LOCAL_ROPE = {"rope_type": "default", "rope_theta": 500.0}
 LOCAL_AND_GLOBAL = ["sliding_attention", "sliding_attention", "full_attention"]
 GEMMA: dict[str, Any] = SIZES | {"head_dim": 32, "sliding_window": 24, "query_pre_attn_scalar": 20}
@@ -80,8 +87,15 @@ CONFIGS: dict[str, PretrainedConfig] = {
     "llama3": LlamaConfig(**SIZES, rope_parameters=LLAMA3_ROPE, tie_word_embeddings=True),
     "llama-linear": LlamaConfig(**SIZES, rope_parameters=LINEAR_ROPE, attention_bias=True, mlp_bias=True),
     "llama-heads": LlamaConfig(**SIZES, head_dim=32),
-    "llama-yarn": LlamaConfig(**SIZES, rope_parameters=YARN_ROPE | {"mscale": 0.8, "mscale_all_dim": 0.5, "truncate": False}),
-    "internlm3": InternLM3Config(**SIZES, qkv_bias=True, bias=True, rope_parameters={"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 6.0}),
+    "llama-yarn": LlamaConfig(
+        **SIZES, rope_parameters=YARN_ROPE | {"mscale": 0.8, "mscale_all_dim": 0.5, "truncate": False}
+    ),
+    "internlm3": InternLM3Config(
+        **SIZES,
+        qkv_bias=True,
+        bias=True,
+        rope_parameters={"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 6.0},
+    ),
     "mistral": MistralConfig(**SIZES, sliding_window=None, head_dim=32),
     "mistral-window": MistralConfig(**SIZES, sliding_window=24, head_dim=32),
     "ministral": MinistralConfig(**SIZES, sliding_window=24, head_dim=32, layer_types=LOCAL_AND_GLOBAL),
@@ -93,41 +107,74 @@ CONFIGS: dict[str, PretrainedConfig] = {
     "exaone4-full": Exaone4Config(**SIZES, sliding_window=None, layer_types=["full_attention"] * 3),
     "mixtral": MixtralConfig(**SIZES, head_dim=32, num_local_experts=6, num_experts_per_tok=2, sliding_window=None),
     "qwen2-moe": Qwen2MoeConfig(
-        **SIZES | {"num_attention_heads": 2, "num_key_value_heads": 1}, num_experts=6, num_experts_per_tok=3, moe_intermediate_size=40,
-        shared_expert_intermediate_size=72, mlp_only_layers=[1],
+        **SIZES | {"num_attention_heads": 2, "num_key_value_heads": 1},
+        num_experts=6,
+        num_experts_per_tok=3,
+        moe_intermediate_size=40,
+        shared_expert_intermediate_size=72,
+        mlp_only_layers=[1],
     ),
-    "qwen3-moe": Qwen3MoeConfig(**SIZES, head_dim=32, num_experts=8, num_experts_per_tok=3, moe_intermediate_size=40, norm_topk_prob=True),
+    "qwen3-moe": Qwen3MoeConfig(
+        **SIZES, head_dim=32, num_experts=8, num_experts_per_tok=3, moe_intermediate_size=40, norm_topk_prob=True
+    ),
     "gpt-oss": GptOssConfig(
-        **SIZES | {"num_attention_heads": 2, "num_key_value_heads": 1}, head_dim=32, num_local_experts=6, num_experts_per_tok=2, sliding_window=24,
+        **SIZES | {"num_attention_heads": 2, "num_key_value_heads": 1},
+        head_dim=32,
+        num_local_experts=6,
+        num_experts_per_tok=2,
+        sliding_window=24,
         rope_parameters=YARN_ROPE | {"truncate": False},
     ),
     "gemma": GemmaConfig(**SIZES | {"num_key_value_heads": 1}, head_dim=32),
     "gemma2": Gemma2Config(**GEMMA, attn_logit_softcapping=5.0, final_logit_softcapping=8.0),
-    "gemma3": Gemma3TextConfig(**GEMMA, layer_types=LOCAL_AND_GLOBAL, rope_parameters={"full_attention": LINEAR_ROPE, "sliding_attention": LOCAL_ROPE}),
+    "gemma3": Gemma3TextConfig(
+        **GEMMA,
+        layer_types=LOCAL_AND_GLOBAL,
+        rope_parameters={"full_attention": LINEAR_ROPE, "sliding_attention": LOCAL_ROPE},
+    ),
     "granite": GraniteConfig(
-        **SIZES, head_dim=32, embedding_multiplier=3.0, residual_multiplier=0.4, attention_multiplier=0.3, logits_scaling=2.5, attention_bias=True
+        **SIZES,
+        head_dim=32,
+        embedding_multiplier=3.0,
+        residual_multiplier=0.4,
+        attention_multiplier=0.3,
+        logits_scaling=2.5,
+        attention_bias=True,
     ),
     "olmo2": Olmo2Config(**SIZES, head_dim=32),
     "olmo3": Olmo3Config(
-        **SIZES, head_dim=32, sliding_window=24, layer_types=LOCAL_AND_GLOBAL, rope_parameters={"full_attention": YARN_ROPE, "sliding_attention": LOCAL_ROPE}
+        **SIZES,
+        head_dim=32,
+        sliding_window=24,
+        layer_types=LOCAL_AND_GLOBAL,
+        rope_parameters={"full_attention": YARN_ROPE, "sliding_attention": LOCAL_ROPE},
     ),
     "phi3": Phi3Config(**SIZES, sliding_window=24),
     "phi3-longrope": Phi3Config(
-        **SIZES | {"hidden_size": 128, "num_attention_heads": 2, "num_key_value_heads": 1}, original_max_position_embeddings=64, rope_parameters=LONG_ROPE
+        **SIZES | {"hidden_size": 128, "num_attention_heads": 2, "num_key_value_heads": 1},
+        original_max_position_embeddings=64,
+        rope_parameters=LONG_ROPE,
     ),
     "seed-oss": SeedOssConfig(**SIZES, head_dim=32),
     "smollm3": SmolLM3Config(**SIZES, head_dim=32, no_rope_layers=[1, 0, 1]),
     "smollm3-window": SmolLM3Config(**SIZES, no_rope_layers=[1, 0, 1], use_sliding_window=True, sliding_window=24),
-}  # fmt: skip
+}
 
 
-def reference_model(name: str, folder: Path, *, shard: str = "50GB", config: PretrainedConfig | None = None) -> PreTrainedModel:
-    """transformers' model of this name in CONFIGS, or of another config; in float32, saved to `folder` on the way. `demo` is the demo model."""
+def reference_model(
+    name: str, folder: Path, *, shard: str = "50GB", config: PretrainedConfig | None = None
+) -> PreTrainedModel:
+    """transformers' model of this name in CONFIGS, or of another config; in float32, saved to
+    `folder` on the way. `demo` is the demo model.
+    """
     if name == "demo":
         return AutoModelForCausalLM.from_pretrained(DEMO_MODEL, dtype=torch.float32, attn_implementation="eager")
     torch.manual_seed(sum(map(ord, name)))
     model = AutoModelForCausalLM.from_config(config or CONFIGS[name], dtype=torch.float32, attn_implementation="eager")
-    for parameter_name, parameter in model.named_parameters():  # spread out: with the usual 0.02 all logits are nearly equal
+    for (
+        parameter_name,
+        parameter,
+    ) in model.named_parameters():  # spread out: with the usual 0.02 all logits are nearly equal
         if "norm" in parameter_name:
             torch.nn.init.normal_(parameter, mean=0.0 if name.startswith("gemma") else 1.0, std=0.1)
         else:
@@ -137,7 +184,9 @@ def reference_model(name: str, folder: Path, *, shard: str = "50GB", config: Pre
 
 
 class Engine:
-    """Scheduler, runner and greedy decisions in one place: compute's loop without Redis. Of another engine it takes the loaded model, and nothing else."""
+    """Scheduler, runner and greedy decisions in one place: compute's loop without Redis. Of another
+    engine it takes the loaded model, and nothing else.
+    """
 
     runner: ModelRunner
 
@@ -163,19 +212,33 @@ class Engine:
         if isinstance(model, Engine):
             executor = model.runner.model
         elif model_impl == "native":
-            location, found = (model.weights, model.config) if isinstance(model, ModelFiles) else (model, json.loads((model / "config.json").read_text()))
+            location, found = (
+                (model.weights, model.config)
+                if isinstance(model, ModelFiles)
+                else (model, json.loads((model / "config.json").read_text()))
+            )
             config = read_config(text_config(found), max_model_len)
-            quantized: dict[str, Any] = {"quantization": quantization, "attention_output": attention_output, "lm_head": lm_head}
+            quantized: dict[str, Any] = {
+                "quantization": quantization,
+                "attention_output": attention_output,
+                "lm_head": lm_head,
+            }
             executor = Decoder(config, load_weights(location, config, backend, **quantized), backend)
         else:
             folder = model.folder if isinstance(model, ModelFiles) else model
-            load = partial(load_gguf_modules, model.weights, backend) if isinstance(model, ModelFiles) and model.weights.is_file() else None
+            load = (
+                partial(load_gguf_modules, model.weights, backend)
+                if isinstance(model, ModelFiles) and model.weights.is_file()
+                else None
+            )
             executor = load_transformers_model(folder, backend, max_model_len or SIZES["max_position_embeddings"], load)
         cache = KVCache(executor.config, executor.backend, num_blocks=num_blocks, block_size=block_size, group=kv_group)
         self.runner: ModelRunner = ModelRunner(executor, cache)
         self.row_search = backend.row_search
         blocks = BlockManager(num_blocks, block_size)
-        self.scheduler = Scheduler(blocks, make_admission(strategy, blocks), max_num_seqs=max_num_seqs, max_batched_tokens=max_batched_tokens)
+        self.scheduler = Scheduler(
+            blocks, make_admission(strategy, blocks), max_num_seqs=max_num_seqs, max_batched_tokens=max_batched_tokens
+        )
         self.logits: dict[int, list[torch.Tensor]] = {}
         self.prompts: dict[int, PromptLogprobs | None] = {}
         self.num_scored = 0  # rows of prompts that were reduced
@@ -192,14 +255,19 @@ class Engine:
         images: list[PlacedPrompt] | None = None,
         sees_whole_images: bool = False,
     ) -> list[list[int]]:
-        """Greedy continuations; keeps each sequence's rows of logits in `self.logits`, by its number, and its prompt's logprobs in `self.prompts`.
+        """Greedy continuations; keeps each sequence's rows of logits in `self.logits`, by its
+        number, and its prompt's logprobs in `self.prompts`.
 
-        With a group_id the prompts are one prompt's choices; the first token of the i-th is the i-th best. segments, images: of each prompt.
+        With a group_id the prompts are one prompt's choices; the first token of the i-th is the
+        i-th best. segments, images: of each prompt.
         """
         params = SamplingParams(max_tokens=num_tokens, prompt_logprobs=prompt_logprobs)
         layouts = [layout_of(each, self.scheduler.block_manager.block_size) for each in segments or [()] * len(prompts)]
         placed = [layout.pad(prompt) for prompt, layout in zip(prompts, layouts, strict=True)]
-        requests = [Request(number, str(number), params, group_id=group_id, layout=layout) for number, layout in enumerate(layouts)]
+        requests = [
+            Request(number, str(number), params, group_id=group_id, layout=layout)
+            for number, layout in enumerate(layouts)
+        ]
         if images:
             requests = [
                 replace(
@@ -218,7 +286,10 @@ class Engine:
 
         def decide(batch: ScheduledBatch, sampled: list[Sequence]) -> Iterator[int]:
             hidden = self.runner.run(batch)
-            assert score_prompts(self.runner.prompt_logits(batch, hidden), batch, self.scheduler.get, self.row_search) == {}
+            assert (
+                score_prompts(self.runner.prompt_logits(batch, hidden), batch, self.scheduler.get, self.row_search)
+                == {}
+            )
             self.num_scored += sum(len(row.target_ids) for row in batch.rows)
             for sequence, row in zip(sampled, self.runner.logits(batch, hidden), strict=True):
                 if sequence.tokens.num_output == 0:
@@ -240,7 +311,8 @@ class Engine:
 def assert_greedy(engine: Engine, reference: PreTrainedModel, prompts: list[list[int]], num_tokens: int) -> None:
     """The engine's tokens, of a batch, are those of the reference's greedy generation, and its logits are near.
 
-    One pass of the reference over a whole sequence says both: where every token has the largest of the logits before it, one by one gives the same tokens.
+    One pass of the reference over a whole sequence says both: where every token has the largest of
+    the logits before it, one by one gives the same tokens.
     """
     for number, (prompt, tokens) in enumerate(zip(prompts, engine.generate(prompts, num_tokens), strict=True)):
         logits = reference(torch.tensor([prompt + tokens[:-1]])).logits[0, len(prompt) - 1 :]

@@ -1,4 +1,6 @@
-"""Writes GGUF files from transformers models, with the `gguf` package and its names of tensors, as llama.cpp's converter does, and not by our reader."""
+"""Writes GGUF files from transformers models, with the `gguf` package and its names of tensors, as
+llama.cpp's converter does, and not by our reader.
+"""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,18 +18,56 @@ Kind = GGMLQuantizationType
 
 # Where a block's float16 scales stand: byte offsets.
 HALVES = {
-    Kind.Q4_0: (0,), Kind.Q4_1: (0, 2), Kind.Q5_0: (0,), Kind.Q5_1: (0, 2), Kind.Q8_0: (0,), Kind.IQ4_NL: (0,), Kind.Q2_K: (80, 82), Kind.Q3_K: (108,),
-    Kind.Q4_K: (0, 2), Kind.Q5_K: (0, 2), Kind.Q6_K: (208,), Kind.IQ4_XS: (0,), Kind.IQ3_XXS: (0,), Kind.IQ3_S: (0,), Kind.IQ2_XXS: (0,), Kind.IQ2_XS: (0,),
-    Kind.IQ2_S: (0,), Kind.IQ1_S: (0,), Kind.TQ1_0: (52,), Kind.TQ2_0: (64,),
-}  # fmt: skip
+    Kind.Q4_0: (0,),
+    Kind.Q4_1: (0, 2),
+    Kind.Q5_0: (0,),
+    Kind.Q5_1: (0, 2),
+    Kind.Q8_0: (0,),
+    Kind.IQ4_NL: (0,),
+    Kind.Q2_K: (80, 82),
+    Kind.Q3_K: (108,),
+    Kind.Q4_K: (0, 2),
+    Kind.Q5_K: (0, 2),
+    Kind.Q6_K: (208,),
+    Kind.IQ4_XS: (0,),
+    Kind.IQ3_XXS: (0,),
+    Kind.IQ3_S: (0,),
+    Kind.IQ2_XXS: (0,),
+    Kind.IQ2_XS: (0,),
+    Kind.IQ2_S: (0,),
+    Kind.IQ1_S: (0,),
+    Kind.TQ1_0: (52,),
+    Kind.TQ2_0: (64,),
+}
 FLOATS = (Kind.F32, Kind.F16, Kind.BF16)
 ARCHITECTURES = {
-    "llama": "llama", "mistral": "llama", "mixtral": "llama", "qwen2": "qwen2", "qwen2_moe": "qwen2moe", "qwen3": "qwen3", "qwen3_moe": "qwen3moe",
-    "phi3": "phi3", "gemma": "gemma", "gemma2": "gemma2", "gemma3_text": "gemma3", "granite": "granite", "olmo2": "olmo2", "olmo3": "olmo2",
-    "exaone4": "exaone4", "smollm3": "smollm3", "seed_oss": "seed_oss", "gpt_oss": "gpt-oss",
-}  # fmt: skip
+    "llama": "llama",
+    "mistral": "llama",
+    "mixtral": "llama",
+    "qwen2": "qwen2",
+    "qwen2_moe": "qwen2moe",
+    "qwen3": "qwen3",
+    "qwen3_moe": "qwen3moe",
+    "phi3": "phi3",
+    "gemma": "gemma",
+    "gemma2": "gemma2",
+    "gemma3_text": "gemma3",
+    "granite": "granite",
+    "olmo2": "olmo2",
+    "olmo3": "olmo2",
+    "exaone4": "exaone4",
+    "smollm3": "smollm3",
+    "seed_oss": "seed_oss",
+    "gpt_oss": "gpt-oss",
+}
 PERMUTED = ("llama", "granite", "smollm3")  # where the converter changes the order of q's and k's rows
-IN_FLOAT32 = ("mlp.gate.weight", "mlp.router.weight", "shared_expert_gate.weight", "norm.weight", "_bias")  # routers; experts' biases
+IN_FLOAT32 = (
+    "mlp.gate.weight",
+    "mlp.router.weight",
+    "shared_expert_gate.weight",
+    "norm.weight",
+    "_bias",
+)  # routers; experts' biases
 
 
 @dataclass
@@ -73,7 +113,11 @@ class Writer:
             writer.add_key_length(head_dim)
             writer.add_value_length(head_dim)
         writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-        if self.config.model_type in ("mistral", "mixtral", "phi3", "gemma2", "gemma3_text", "olmo3", "exaone4", "gpt_oss") and config.sliding_window:
+        if (
+            self.config.model_type
+            in ("mistral", "mixtral", "phi3", "gemma2", "gemma3_text", "olmo3", "exaone4", "gpt_oss")
+            and config.sliding_window
+        ):
             writer.add_sliding_window(config.sliding_window)
         if self.config.model_type in ("olmo3", "exaone4") and config.sliding_window:
             writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config.layer_types])
@@ -129,7 +173,9 @@ class Writer:
         """Llama 3's scaling as a divisor for each frequency; Phi-3's two lists."""
         rope: dict[str, Any] = self.config.rope_parameters
         if rope.get("rope_type") == "llama3":
-            scaled = read_config(self.config.to_dict() | {"architectures": ["LlamaForCausalLM"]}).ropes[0].inv_freq.numpy()
+            scaled = (
+                read_config(self.config.to_dict() | {"architectures": ["LlamaForCausalLM"]}).ropes[0].inv_freq.numpy()
+            )
             plain = rope["rope_theta"] ** -(np.arange(0, 2 * len(scaled), 2) / (2 * len(scaled)))
             self.writer.add_tensor("rope_freqs.weight", (plain / scaled).astype(np.float32))
         if rope.get("rope_type") == "longrope":
@@ -137,7 +183,9 @@ class Writer:
                 self.writer.add_tensor(f"rope_factors_{name}.weight", np.asarray(rope[f"{name}_factor"], np.float32))
 
     def tensor(self, name: str, parameter: torch.Tensor, kind: Kind, *, seed: int) -> None:
-        """Write a parameter. Gates and ups of all experts, one tensor in the library's memory, become two, as they are in the library's files."""
+        """Write a parameter. Gates and ups of all experts, one tensor in the library's memory,
+        become two, as they are in the library's files.
+        """
         values = parameter.data
         if self.architecture == "gpt-oss" and "experts" in name:
             return self.experts_in_turns(name, values, kind, seed)
@@ -154,7 +202,12 @@ class Writer:
         outputs_first = values if end == "bias" else values.transpose(1, 2)
         if stem.endswith("gate_up_proj"):
             for number, which in enumerate(("gate_proj", "up_proj")):
-                self.matrix(f"{stem.replace('gate_up_proj', which)}.{end}", outputs_first[:, number::2], kind, seed=seed + 1000 * number)
+                self.matrix(
+                    f"{stem.replace('gate_up_proj', which)}.{end}",
+                    outputs_first[:, number::2],
+                    kind,
+                    seed=seed + 1000 * number,
+                )
         else:
             self.matrix(f"{stem}.{end}", outputs_first, kind, seed=seed)
 
@@ -172,7 +225,9 @@ class Writer:
         values.copy_(unpermuted - 1 if is_shifted else unpermuted)
         if name.endswith("shared_expert_gate.weight") and self.is_squeezed:
             data = data[0]
-        self.writer.add_tensor(self.gguf_name(name), data.reshape(*permuted.shape[:-1], -1) if permuted.dim() > 2 else data, raw_dtype=kind)
+        self.writer.add_tensor(
+            self.gguf_name(name), data.reshape(*permuted.shape[:-1], -1) if permuted.dim() > 2 else data, raw_dtype=kind
+        )
 
     def permute(self, name: str, values: torch.Tensor) -> torch.Tensor:
         """Llama's q and k: of each head, the rows of the first half take turns with those of the second."""
@@ -191,7 +246,9 @@ class Writer:
 
 
 def random_blocks(n: int, k: int, kind: Kind, seed: int) -> np.ndarray:
-    """Rows [n, bytes] of blocks of random codes, with scales that give weights of a spread of some 0.12: any bits are a valid block."""
+    """Rows [n, bytes] of blocks of random codes, with scales that give weights of a spread of some
+    0.12: any bits are a valid block.
+    """
     rng = np.random.default_rng(seed)
     block, size = GGML_QUANT_SIZES[kind]
     data = rng.integers(0, 256, (n * k // block, size), dtype=np.uint8)
@@ -201,7 +258,11 @@ def random_blocks(n: int, k: int, kind: Kind, seed: int) -> np.ndarray:
 
     def scale(value: float) -> None:
         for number, offset in enumerate(HALVES[kind]):
-            spread = value * rng.uniform(0.5, 1.5, len(data)) * (1 if number == 0 or kind in (Kind.Q2_K, Kind.Q4_K, Kind.Q5_K) else -8)
+            spread = (
+                value
+                * rng.uniform(0.5, 1.5, len(data))
+                * (1 if number == 0 or kind in (Kind.Q2_K, Kind.Q4_K, Kind.Q5_K) else -8)
+            )
             data[:, offset : offset + 2] = spread.astype(np.float16)[:, None].view(np.uint8)
 
     scale(1.0)
@@ -212,7 +273,14 @@ def random_blocks(n: int, k: int, kind: Kind, seed: int) -> np.ndarray:
 def add_tokenizer(writer: GGUFWriter, vocab_size: int) -> None:
     """A byte-level vocabulary of bytes and made-up words."""
     alphabet = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
-    tokens = ["<|bos|>", "<|eos|>", *(chr(each) for each in alphabet), *(chr(256 + number) for number in range(256 - len(alphabet))), "he", "ll"]
+    tokens = [
+        "<|bos|>",
+        "<|eos|>",
+        *(chr(each) for each in alphabet),
+        *(chr(256 + number) for number in range(256 - len(alphabet))),
+        "he",
+        "ll",
+    ]
     tokens += [f"w{number}" for number in range(vocab_size - len(tokens))]
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("gpt-2")

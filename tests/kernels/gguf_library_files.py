@@ -6,9 +6,15 @@ import torch
 from tests.kernels.gguf_files import ARCHITECTURES, Kind, Writer
 
 ARCHITECTURES |= {
-    "cohere": "command-r", "cohere2": "cohere2", "deepseek_v2": "deepseek2", "deepseek_v3": "deepseek2", "gemma3n_text": "gemma3n", "glm4": "glm4",
-    "stablelm": "stablelm", "starcoder2": "starcoder2",
-}  # fmt: skip
+    "cohere": "command-r",
+    "cohere2": "cohere2",
+    "deepseek_v2": "deepseek2",
+    "deepseek_v3": "deepseek2",
+    "gemma3n_text": "gemma3n",
+    "glm4": "glm4",
+    "stablelm": "stablelm",
+    "starcoder2": "starcoder2",
+}
 
 
 class LibraryWriter(Writer):
@@ -56,7 +62,9 @@ class LibraryWriter(Writer):
         writer.add_embedding_length_per_layer_input(config.hidden_size_per_layer_input)
         writer.add_shared_kv_layers(config.num_kv_shared_layers)
         normal = torch.distributions.normal.Normal(0, 1)
-        writer.add_activation_sparsity_scale([normal.icdf(torch.tensor(each)).item() for each in config.activation_sparsity_pattern])
+        writer.add_activation_sparsity_scale(
+            [normal.icdf(torch.tensor(each)).item() for each in config.activation_sparsity_pattern]
+        )
 
     def deepseek2(self) -> None:
         config, writer = self.config, self.writer
@@ -87,11 +95,18 @@ class LibraryWriter(Writer):
             writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
 
     def rope_factors(self) -> None:
-        """No architecture here has any. Written besides: a buffer that is a part of checkpoints; what nobody reads of layers that share keys."""
+        """No architecture here has any. Written besides: a buffer that is a part of checkpoints;
+        what nobody reads of layers that share keys.
+        """
         if self.architecture == "gemma3n":
-            for number in range(self.config.num_hidden_layers - self.config.num_kv_shared_layers, self.config.num_hidden_layers):
+            for number in range(
+                self.config.num_hidden_layers - self.config.num_kv_shared_layers, self.config.num_hidden_layers
+            ):
                 for which in ("attn_k", "attn_v"):
-                    self.writer.add_tensor(f"blk.{number}.{which}.weight", torch.ones(self.config.head_dim, self.config.hidden_size).numpy())
+                    self.writer.add_tensor(
+                        f"blk.{number}.{which}.weight",
+                        torch.ones(self.config.head_dim, self.config.hidden_size).numpy(),
+                    )
                 self.writer.add_tensor(f"blk.{number}.attn_k_norm.weight", torch.ones(self.config.head_dim).numpy())
         for name, buffer in self.model.named_buffers():
             if name.endswith("e_score_correction_bias"):
@@ -106,7 +121,10 @@ class LibraryWriter(Writer):
             is_small = "altup" in name  # matrices of four columns
             super().tensor(name, parameter, Kind.F32 if is_small else kind, seed=seed)
         elif ".0." in name:
-            stack = [self.model.get_parameter(name.replace(".0.", f".{number}.")).data for number in range(self.config.altup_num_inputs - 1)]
+            stack = [
+                self.model.get_parameter(name.replace(".0.", f".{number}.")).data
+                for number in range(self.config.altup_num_inputs - 1)
+            ]
             whole = torch.stack(stack)
             self.matrix(name.replace(".0.", "."), whole, kind, seed=seed)
             for part, meant in zip(stack, whole, strict=True):

@@ -1,4 +1,5 @@
-"""`python -m tests.kernels.nested_threads`: a step of many sequences, over both forms of cache, and a layer of four bits.
+"""`python -m tests.kernels.nested_threads`: a step of many sequences, over both forms of cache, and
+a layer of four bits.
 
 A program of its own: OpenMP reads its number of threads once a process, and this one imports little.
 """
@@ -19,7 +20,14 @@ def attend_and_multiply(group: int) -> None:
     tables = [(each,) for each in range(COUNT)]
     no_rotation = torch.ones(COUNT, 32), torch.zeros(COUNT, 32)
     inputs = AttentionInputs([1] * COUNT, [10] * COUNT, tables, torch.arange(COUNT) * BLOCK_SIZE + 9, (no_rotation,))
-    found = attention(torch.randn(COUNT, 16 * 64).bfloat16(), kv, attention.plan(inputs, BLOCK_SIZE), window=None, norms=(None, None), eps=1e-6)
+    found = attention(
+        torch.randn(COUNT, 16 * 64).bfloat16(),
+        kv,
+        attention.plan(inputs, BLOCK_SIZE),
+        window=None,
+        norms=(None, None),
+        eps=1e-6,
+    )
     layer = backend.make_linear(Dense(torch.randn(64, 512).bfloat16()), quantization="w4")
     assert torch.isfinite(found.float()).all() and torch.isfinite(layer(found).float()).all()
 

@@ -1,4 +1,6 @@
-"""Blocks for tests of the cache's file, each a function of its number. Without torch: processes that write at once begin quickly."""
+"""Blocks for tests of the cache's file, each a function of its number. Without torch: processes
+that write at once begin quickly.
+"""
 
 import random
 

@@ -1,4 +1,5 @@
-"""Ranks as threads of one process: each has its own backend, weights and KV cache. They meet in memory as processes do; if they keep the weights for rank 0,
+"""Ranks as threads of one process: each has its own backend, weights and KV cache. They meet in
+memory as processes do; if they keep the weights for rank 0,
 they send them by gloo."""
 
 import json
@@ -31,9 +32,20 @@ class Team:
     """`runner` is rank 0's. A context manager: the other ranks end with it."""
 
     def __init__(
-        self, model: Path | ModelFiles, size: int, *, num_blocks: int = 256, kv_group: int = 0, shard_weights: bool = False, **packing: Any
-    ) -> None:  # fmt: skip
-        location, found = (model.weights, model.config) if isinstance(model, ModelFiles) else (model, json.loads((model / "config.json").read_text()))
+        self,
+        model: Path | ModelFiles,
+        size: int,
+        *,
+        num_blocks: int = 256,
+        kv_group: int = 0,
+        shard_weights: bool = False,
+        **packing: Any,
+    ) -> None:
+        location, found = (
+            (model.weights, model.config)
+            if isinstance(model, ModelFiles)
+            else (model, json.loads((model / "config.json").read_text()))
+        )
         config = read_config(text_config(found))
         self.fd = os.memfd_create("team")
         self.commands: list[queue.Queue[bytes | None]] = [queue.Queue() for _ in range(size - 1)]
@@ -46,7 +58,9 @@ class Team:
             if shard_weights:
                 place = Placement(shards=dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=60)), tell=tell)
             else:
-                place = Placement(ranks_of_host(backend, Share(rank, size), shared_memory(self.fd, GROUP_BYTES)), tell=tell)
+                place = Placement(
+                    ranks_of_host(backend, Share(rank, size), shared_memory(self.fd, GROUP_BYTES)), tell=tell
+                )
             model = load_decoder(place, 0, location, config, backend, **packing)
             cache = KVCache(model.config, backend, num_blocks=num_blocks, block_size=BLOCK_SIZE, group=kv_group)
             return make_runner(place, 0, model, cache, backend.row_search)

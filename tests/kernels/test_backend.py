@@ -1,4 +1,6 @@
-"""The native library's border, contexts and workspaces; and that what a step works in is counted before the cache takes the rest."""
+"""The native library's border, contexts and workspaces; and that what a step works in is counted
+before the cache takes the rest.
+"""
 
 import ctypes
 import os
@@ -40,7 +42,9 @@ def generated(quantization: str) -> tuple[list[list[int]], list[torch.Tensor]]:
 
 
 def test_threads_of_another_level_are_not_counted() -> None:
-    """OMP_NUM_THREADS=2,8: two threads a region, and eight in a region within one. The number is read when the process begins."""
+    """OMP_NUM_THREADS=2,8: two threads a region, and eight in a region within one. The number is
+    read when the process begins.
+    """
     command = [sys.executable, "-m", "tests.kernels.nested_threads"]
     found = subprocess.run(command, env=os.environ | {"OMP_NUM_THREADS": "2,8"}, capture_output=True, text=True)
     assert found.returncode == 0, found.stderr
@@ -83,7 +87,9 @@ class Grown(ctypes.Structure):
 
 
 @pytest.mark.usefixtures("instruction_set")
-def test_a_library_with_other_structures_is_not_used(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_library_with_other_structures_is_not_used(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setitem(library_module.STRUCTURES, "Masses", Grown)
     assert library_module.open_context() is None
     [line] = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
@@ -91,7 +97,9 @@ def test_a_library_with_other_structures_is_not_used(monkeypatch: pytest.MonkeyP
 
 
 def test_every_structure_is_checked() -> None:
-    structures = {each for each in vars(library_module).values() if isinstance(each, type) and issubclass(each, ctypes.Structure)}
+    structures = {
+        each for each in vars(library_module).values() if isinstance(each, type) and issubclass(each, ctypes.Structure)
+    }
     assert structures == set(library_module.STRUCTURES.values())
 
 
@@ -107,7 +115,10 @@ def test_the_largest_step_works_in_what_was_counted(quantization: str) -> None:
     assert 64 * config.vocab_size * 4 < counted - before < 16 << 20  # logits, and attention's buffer
     for length in (512, 128, 1):
         batch = whole_windows(torch.arange(512).view(-1, length) % config.vocab_size)
-        kv = [backend.make_kv_layer(512, BLOCK_SIZE, config.num_kv_heads, config.head_dim, group=0) for _ in range(config.num_layers)]
+        kv = [
+            backend.make_kv_layer(512, BLOCK_SIZE, config.num_kv_heads, config.head_dim, group=0)
+            for _ in range(config.num_layers)
+        ]
         hidden = model.forward(batch, model.plan(batch, BLOCK_SIZE), kv)
         backend.row_search.find_largest(model.logits(hidden, batch.logit_rows[:64]), 64)
         assert backend.context.workspace_bytes() == before
@@ -117,11 +128,15 @@ def test_models_of_one_backend_work_in_the_same_memory() -> None:
     """Memory that a target and its drafter share counts once; the logits of each are its own."""
     config, backend = read_config(open_model("demo").config), native_backend()
     first, second, other = (
-        Decoder(config, load_weights(DEMO_MODEL, config, backend, quantization=each), backend).workspace(512, 64, 512) for each in ("none", "none", "w4")
+        Decoder(config, load_weights(DEMO_MODEL, config, backend, quantization=each), backend).workspace(512, 64, 512)
+        for each in ("none", "none", "w4")
     )
     logits = 64 * config.vocab_size * 4
     assert first.own == second.own == other.own == logits and first.shared == second.shared < other.shared
-    assert total_bytes([first, second, other]) == backend.context.workspace_bytes() + backend.buffers.num_bytes + 3 * logits
+    assert (
+        total_bytes([first, second, other])
+        == backend.context.workspace_bytes() + backend.buffers.num_bytes + 3 * logits
+    )
     assert total_bytes([]) == 0
 
 
@@ -131,7 +146,9 @@ def test_the_cache_is_what_remains_beside_a_model_and_its_drafter(monkeypatch: p
     engine = build_engine(settings, open_model("demo"))
     config, backend = read_config(open_model("demo").config), engine.runner.model.backend
     assert isinstance(backend, CpuBackend)
-    block_bytes = config.num_layers * settings.block_size * backend.kv_token_bytes(config.num_kv_heads, config.head_dim, group=0)
+    block_bytes = (
+        config.num_layers * settings.block_size * backend.kv_token_bytes(config.num_kv_heads, config.head_dim, group=0)
+    )
     taken = (256 << 20) - engine.runner.kv_cache.num_blocks * block_bytes
     held = backend.context.workspace_bytes() + 2 * engine.max_sampled * config.vocab_size * 4
     assert 0 < taken - held < 2 << 20  # the buffers', and less than a block
@@ -165,7 +182,9 @@ def test_an_engine_counts_its_own_workspace(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(kv_cache, "free_memory", lambda _: 256 << 20)
     tokens = {}
     for max_batched_tokens in (256, 8192):
-        engine = build_engine(ComputeSettings(max_batched_tokens=max_batched_tokens, num_threads=1, dtype="bfloat16"), open_model("demo"))
+        engine = build_engine(
+            ComputeSettings(max_batched_tokens=max_batched_tokens, num_threads=1, dtype="bfloat16"), open_model("demo")
+        )
         tokens[max_batched_tokens] = engine.runner.kv_cache.num_blocks
     assert tokens[8192] < tokens[256]
 
@@ -174,7 +193,9 @@ def test_what_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(library_module.VARIABLE, "torch")
     assert isinstance(choose_backend(torch.bfloat16, CPU), TorchBackend)
     monkeypatch.setenv(library_module.VARIABLE, "mmx")
-    with pytest.raises(StartupError, match="PENSTOCK_KERNELS=mmx: expected one of auto, amx, avx512, avx512vnni, avxvnni, avx2, torch"):
+    with pytest.raises(
+        StartupError, match="PENSTOCK_KERNELS=mmx: expected one of auto, amx, avx512, avx512vnni, avxvnni, avx2, torch"
+    ):
         choose_backend(torch.bfloat16, CPU)
 
 

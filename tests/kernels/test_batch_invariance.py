@@ -1,4 +1,6 @@
-"""A sequence's logits are the same bits alone, in any batch, in chunks of any size, and after they were computed again: whole models in native code."""
+"""A sequence's logits are the same bits alone, in any batch, in chunks of any size, and after they
+were computed again: whole models in native code.
+"""
 
 from pathlib import Path
 
@@ -12,15 +14,22 @@ pytestmark = pytest.mark.usefixtures("instruction_set")
 NUM_OUT = 12
 LENGTHS = (1, 15, 16, 33, 5, 90, 64, 47, 100, 11)
 ALONE = (2, 4, 8, 10)  # of the prompts: a whole block, a part of one, one beyond windows, and one that shares a prefix
-# Every mode on one model with windows; every form of weights in experts; and of each other model the kernels that only it has, with and without int8.
+# Every mode on one model with windows; every form of weights in experts; and of each other model
+# the kernels that only it has, with and without int8.
 CASES = [
     *(("mistral-window", quantization, group) for quantization in ("none", "w8a8", "w4", "nf4") for group in (0, 32)),
     *(("qwen2-moe", quantization, 0) for quantization in ("none", "w8a8", "w4", "nf4")),
-    ("qwen3", "none", 32), ("qwen3", "w8a8", 0),
-    ("demo", "none", 0), ("demo", "w4", 0), ("demo", "w8a8", 32),
-    ("gemma3", "none", 32), ("gemma3", "w8a8", 0), ("olmo2", "none", 32), ("olmo2", "w4", 0),
+    ("qwen3", "none", 32),
+    ("qwen3", "w8a8", 0),
+    ("demo", "none", 0),
+    ("demo", "w4", 0),
+    ("demo", "w8a8", 32),
+    ("gemma3", "none", 32),
+    ("gemma3", "w8a8", 0),
+    ("olmo2", "none", 32),
+    ("olmo2", "w4", 0),
     *((name, "none", 32) for name in ("gemma2", "granite", "phi3-longrope", "smollm3")),
-]  # fmt: skip
+]
 
 
 def random_prompts() -> list[list[int]]:
@@ -28,26 +37,35 @@ def random_prompts() -> list[list[int]]:
     generator = torch.Generator().manual_seed(3)
     some = [torch.randint(2, SIZES["vocab_size"], (length,), generator=generator).tolist() for length in LENGTHS]
     some += [some[8][:70] + some[5][:20], some[8][:50]]
-    return some + [torch.randint(2, SIZES["vocab_size"], (3 + 5 * number,), generator=generator).tolist() for number in range(33 - len(some))]
+    return some + [
+        torch.randint(2, SIZES["vocab_size"], (3 + 5 * number,), generator=generator).tolist()
+        for number in range(33 - len(some))
+    ]
 
 
 @pytest.mark.pairwise("name")
 @pytest.mark.parametrize(("name", "quantization", "kv_group"), CASES)
-def test_a_sequence_has_the_same_logits_in_any_company(name: str, quantization: str, kv_group: int, tmp_path: Path) -> None:
+def test_a_sequence_has_the_same_logits_in_any_company(
+    name: str, quantization: str, kv_group: int, tmp_path: Path
+) -> None:
     reference_model(name, tmp_path)
     loaded = Engine(DEMO_MODEL if name == "demo" else tmp_path, dtype=torch.bfloat16, quantization=quantization)
     prompts = random_prompts()
 
-    def run(some: list[list[int]], num_out: int = NUM_OUT, **options: object) -> tuple[list[list[int]], list[torch.Tensor]]:
+    def run(
+        some: list[list[int]], num_out: int = NUM_OUT, **options: object
+    ) -> tuple[list[list[int]], list[torch.Tensor]]:
         engine = Engine(loaded, dtype=torch.bfloat16, kv_group=kv_group, **options)
         outputs = engine.generate(some, num_out)
         return outputs, [torch.stack(engine.logits[number]) for number in range(len(some))]
 
     everything, together = run(prompts)
     cases: list[tuple[int, dict[str, object]]] = [
-        (7, {"max_batched_tokens": 9}), (12, {"max_num_seqs": 7, "max_batched_tokens": 33, "block_size": 32}),
-        (12, {"num_blocks": 18, "strategy": "paged"}), (33, {"max_batched_tokens": 50}),
-    ]  # fmt: skip
+        (7, {"max_batched_tokens": 9}),
+        (12, {"max_num_seqs": 7, "max_batched_tokens": 33, "block_size": 32}),
+        (12, {"num_blocks": 18, "strategy": "paged"}),
+        (33, {"max_batched_tokens": 50}),
+    ]
     for number in ALONE:
         assert torch.equal(run([prompts[number]])[1][0], together[number]), number
     for count, options in cases:
@@ -56,6 +74,8 @@ def test_a_sequence_has_the_same_logits_in_any_company(name: str, quantization: 
     for chunk in (1, 32):  # on its own, so that most steps want no logits
         assert torch.equal(together[7], run(prompts[7:8], max_batched_tokens=chunk)[1][0])
     for at in (1, 5, 11):  # what was decoded is a part of the prompt now
-        again = run([prompt + output[:at] for prompt, output in zip(prompts[:8], everything, strict=False)], NUM_OUT - at)[1]
+        again = run(
+            [prompt + output[:at] for prompt, output in zip(prompts[:8], everything, strict=False)], NUM_OUT - at
+        )[1]
         for expected, found in zip(together, again, strict=False):
             assert torch.equal(expected[at:], found), at

@@ -14,7 +14,9 @@ from tests.kernels.test_models import prompts
 def test_a_block_may_hold_one_token_where_attention_is_torchs() -> None:
     folder, some = DEMO_MODEL, prompts(5, 512)
     expected = Engine(folder).generate(some, 20)
-    assert [Engine(folder, block_size=size, num_blocks=256 * 16 // size).generate(some, 20) for size in (1, 7)] == [expected] * 2
+    assert [Engine(folder, block_size=size, num_blocks=256 * 16 // size).generate(some, 20) for size in (1, 7)] == [
+        expected
+    ] * 2
 
 
 def test_the_kernels_take_multiples_of_sixteen() -> None:

@@ -26,7 +26,19 @@ from tests.forge import refused
 from tests.kernels.backends import FLOAT32
 from tests.kernels.families import Engine
 from tests.kernels.mutations import change_one
-from tests.kernels.quantized import awq, compressed, float8, four_bit_floats, gptq, integers, layers_only, llm_int8, packed, scheme, write_checkpoint
+from tests.kernels.quantized import (
+    awq,
+    compressed,
+    float8,
+    four_bit_floats,
+    gptq,
+    integers,
+    layers_only,
+    llm_int8,
+    packed,
+    scheme,
+    write_checkpoint,
+)
 from tests.kernels.test_formats import BNB4, BNB8, CASES, awq_config, fp8_config, gptq_config
 from tests.kernels.test_models import prompts
 
@@ -46,7 +58,11 @@ def one_line(error: BaseException) -> bool:
 def change(folder: Path, edit: Callable[[Tensors], object]) -> None:
     tensors = load_file(folder / "model.safetensors")
     edit(tensors)
-    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors", metadata={"format": "pt"})
+    save_file(
+        {name: tensor.contiguous() for name, tensor in tensors.items()},
+        folder / "model.safetensors",
+        metadata={"format": "pt"},
+    )
 
 
 def drop(part: str) -> Callable[[Tensors], object]:
@@ -59,12 +75,16 @@ def put(part: str, make: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Te
 
 def first(value: float) -> Callable[[torch.Tensor], torch.Tensor]:
     """The tensor with another number at its beginning."""
-    return lambda tensor: torch.cat([torch.full((1,), value).to(tensor.dtype), tensor.flatten()[1:]]).reshape(tensor.shape)
+    return lambda tensor: torch.cat([torch.full((1,), value).to(tensor.dtype), tensor.flatten()[1:]]).reshape(
+        tensor.shape
+    )
 
 
 def state(**fields: Any) -> Callable[[torch.Tensor], torch.Tensor]:
     """bitsandbytes' state with other fields."""
-    return lambda tensor: torch.tensor(list(json.dumps(json.loads(bytes(tensor.tolist())) | fields).encode()), dtype=torch.uint8)
+    return lambda tensor: torch.tensor(
+        list(json.dumps(json.loads(bytes(tensor.tolist())) | fields).encode()), dtype=torch.uint8
+    )
 
 
 NF4_STATE = "weight.quant_state.bitsandbytes__nf4"
@@ -84,7 +104,11 @@ BROKEN: list[tuple[str, Callable[[Tensors], object], str]] = [
     ("int8-channel", put("weight_scale", lambda scales: scales[:5]), "weight_scale has the shape"),
     ("int8-asym", drop("weight_zero_point"), "no tensor .*weight_zero_point"),
     ("int4-unpacked", put("weight", first(9)), "weight holds values that are not of 4 bits"),
-    ("w4a16-asym", put("weight_shape", lambda shape: shape.flip(0)), r"weight_shape is \[256, 128\]; expected: \[128, 256\]"),
+    (
+        "w4a16-asym",
+        put("weight_shape", lambda shape: shape.flip(0)),
+        r"weight_shape is \[256, 128\]; expected: \[128, 256\]",
+    ),
     ("w4a16-asym", drop("weight_zero_point"), "no tensor .*weight_zero_point"),
     ("w4a16-group", drop("weight_packed"), "no tensor .*down_proj.weight"),
     ("fp8-block", drop("weight_scale_inv"), "no tensor .*weight_scale_inv"),
@@ -130,17 +154,29 @@ CONFIGS: list[tuple[Any, str]] = [
     (gptq_config(4, 64, dynamic={"+:([a-z0-9_.]+)+!": {}}), "may take for ever"),
     (gptq_config(4, 64, dynamic={"-:" + "(a|b.|a)" * 30: {}}), "may take for ever"),
     ({"quant_method": "auto-round", "bits": 4}, "quantization_config has no packing_format"),
-    ({"quant_method": "auto-round", "bits": 4, "packing_format": "auto_round:nv_fp"}, "packing_format 'auto_round:nv_fp' is not supported"),
+    (
+        {"quant_method": "auto-round", "bits": 4, "packing_format": "auto_round:nv_fp"},
+        "packing_format 'auto_round:nv_fp' is not supported",
+    ),
     ({"quant_method": "gptq", "group_size": 64}, "quantization_config has no bits"),
     (compressed(layout="int-quantized"), "config_groups quantize no weights"),
     (compressed(scheme(8, "channel"), layout="marlin-24"), "format 'marlin-24' is not supported"),
-    (compressed(scheme(4, "tensor", kind="float"), layout="float-quantized"), "num_bits 4 is not supported; it must be 8"),
+    (
+        compressed(scheme(4, "tensor", kind="float"), layout="float-quantized"),
+        "num_bits 4 is not supported; it must be 8",
+    ),
     (compressed(scheme(3, "channel"), layout="pack-quantized"), "num_bits 3 is not supported"),
     (compressed(scheme(4, "group", group=0), layout="pack-quantized"), "group_size 0 is not supported"),
     (compressed(scheme(4, "group"), layout="pack-quantized"), "weights has no group_size"),
     (compressed(scheme(8, "channel"), layout="int-quantized", ignore=("re:*",)), "is not a regular expression"),
     (compressed(scheme(8, "channel"), layout="int-quantized", ignore=("re:(.+)+!",)), "may take for ever"),
-    ({**compressed(scheme(8, "channel"), layout="int-quantized"), "sparsity_config": {"format": "sparse-24-bitmask"}}, "sparsity_config is not supported"),
+    (
+        {
+            **compressed(scheme(8, "channel"), layout="int-quantized"),
+            "sparsity_config": {"format": "sparse-24-bitmask"},
+        },
+        "sparsity_config is not supported",
+    ),
     ({**compressed(layout="int-quantized"), "config_groups": {"W8A8": ["Linear"]}}, "W8A8 .* must be an object"),
     (fp8_config(weight_block_size=[128]), "weight_block_size .* must be 2 positive integers"),
     (fp8_config(weight_block_size=[0, 128]), "weight_block_size .* must be 2 positive integers"),
@@ -158,9 +194,14 @@ def test_a_configuration_that_is_not_supported_is_named(config: Any, message: st
 
 @pytest.mark.parametrize(
     "pattern",
-    [rf"model\.layers\.(?:{'|'.join(map(str, range(64)))})\..*", r".*\.(?:self_attn|mlp)\.(?:[qkvo]|gate|up|down)_proj$", r"^(?!.*mlp\.experts).*$",
-     r"model\.layers\.([0-9]|[1-5][0-9])\.mlp\.experts\.\d+\.(gate|up|down)_proj", r".*mlp.*experts.*gate_proj.*"],
-)  # fmt: skip
+    [
+        rf"model\.layers\.(?:{'|'.join(map(str, range(64)))})\..*",
+        r".*\.(?:self_attn|mlp)\.(?:[qkvo]|gate|up|down)_proj$",
+        r"^(?!.*mlp\.experts).*$",
+        r"model\.layers\.([0-9]|[1-5][0-9])\.mlp\.experts\.\d+\.(gate|up|down)_proj",
+        r".*mlp.*experts.*gate_proj.*",
+    ],
+)
 def test_patterns_that_people_write_are_read(pattern: str) -> None:
     assert Options({}).pattern(pattern) == pattern
 
@@ -186,11 +227,22 @@ def test_older_checkpoints_say_it_in_another_file(tmp_path: Path) -> None:
     config = gptq_config(4, 64)
     write_checkpoint(tmp_path / "new", layers_only(gptq(4, 64, symmetric=True)), config)
     write_checkpoint(tmp_path / "old", layers_only(gptq(4, 64, symmetric=True)), None)
-    described = {"bits": 4, "group_size": 64, "damp_percent": 0.01, "desc_act": False, "sym": True, "true_sequential": True}
+    described = {
+        "bits": 4,
+        "group_size": 64,
+        "damp_percent": 0.01,
+        "desc_act": False,
+        "sym": True,
+        "true_sequential": True,
+    }
     (tmp_path / "old" / "quantize_config.json").write_text(json.dumps(described))
     some = prompts(2, 512)
     assert Engine(tmp_path / "old").generate(some, 8) == Engine(tmp_path / "new").generate(some, 8)
-    for text, message in (("[]", "expected an object"), ("{", "quantize_config.json"), ("[" * 100_000, "quantize_config.json")):
+    for text, message in (
+        ("[]", "expected an object"),
+        ("{", "quantize_config.json"),
+        ("[" * 100_000, "quantize_config.json"),
+    ):
         (tmp_path / "old" / "quantize_config.json").write_text(text)
         with pytest.raises(StartupError, match=message):
             load(tmp_path / "old")
@@ -198,7 +250,10 @@ def test_older_checkpoints_say_it_in_another_file(tmp_path: Path) -> None:
 
 def test_a_quantized_checkpoint_keeps_its_form(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_checkpoint(tmp_path, layers_only(awq(64)), awq_config(64))
-    with pytest.raises(StartupError, match=r"--quantization w8a8: .* is quantized already \(AWQ, 4 bits in groups of 64\) and keeps its form"):
+    with pytest.raises(
+        StartupError,
+        match=r"--quantization w8a8: .* is quantized already \(AWQ, 4 bits in groups of 64\) and keeps its form",
+    ):
         load(tmp_path, quantization="w8a8")
     with pytest.raises(StartupError, match="--quantize-attention-output: .* is quantized already"):
         load(tmp_path, attention_output=True)
@@ -238,7 +293,9 @@ def break_file(folder: Path, broken: str) -> None:
         file.unlink()
         (folder / "pytorch_model.bin").write_bytes(pickle.dumps({"weight": 1}))
     else:
-        (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"model.embed_tokens.weight": "../../etc/passwd.safetensors"}}))
+        (folder / "model.safetensors.index.json").write_text(
+            json.dumps({"weight_map": {"model.embed_tokens.weight": "../../etc/passwd.safetensors"}})
+        )
 
 
 def test_compute_ends_with_that_line_and_exit_code_2(tmp_path: Path) -> None:
@@ -288,7 +345,10 @@ MUTATED = {
     "awq": (awq(64), awq_config(64)),
     "gptq": (gptq(4, 64, symmetric=False), gptq_config(4, 64, sym=False)),
     "gptq-act-order": (gptq(8, 64, symmetric=True, act_order=True), gptq_config(8, 64, desc_act=True)),
-    "packed": (packed(4, 32, symmetric=False), compressed(scheme(4, "group", group=32, symmetric=False), layout="pack-quantized")),
+    "packed": (
+        packed(4, 32, symmetric=False),
+        compressed(scheme(4, "group", group=32, symmetric=False), layout="pack-quantized"),
+    ),
     "fp8": (float8("block", scale_name="weight_scale_inv"), fp8_config(weight_block_size=[128, 128])),
     "nf4": (four_bit_floats("nf4", 64, nested=True), BNB4),
     "llm-int8": (llm_int8, BNB8),
@@ -304,13 +364,17 @@ def originals(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path,
 
 
 def random_bytes(like: torch.Tensor, seed: int) -> torch.Tensor:
-    drawn = torch.randint(0, 256, (like.numel() * like.element_size(),), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
+    drawn = torch.randint(
+        0, 256, (like.numel() * like.element_size(),), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed)
+    )
     return drawn.view(like.dtype).reshape(like.shape)
 
 
 @given(st.data())
 @examples(60, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_a_mutated_checkpoint_loads_or_is_refused(originals: dict[str, tuple[Path, Tensors]], data: st.DataObject) -> None:
+def test_a_mutated_checkpoint_loads_or_is_refused(
+    originals: dict[str, tuple[Path, Tensors]], data: st.DataObject
+) -> None:
     """A tensor gone, or with another shape, dtype or content: nothing but StartupError, in one line."""
     folder, tensors = originals[data.draw(st.sampled_from(sorted(originals)))]
     name = data.draw(st.sampled_from(sorted(name for name in tensors if name.startswith("model.layers.0."))))
@@ -325,7 +389,10 @@ def test_a_mutated_checkpoint_loads_or_is_refused(originals: dict[str, tuple[Pat
         "other bytes": lambda: random_bytes(tensor, seed=data.draw(st.integers(0, 2**32))),
     }
     mutated = mutations[data.draw(st.sampled_from(sorted(mutations)))]()
-    save_file(tensors | {name: mutated} if mutated is not None else {each: tensors[each] for each in tensors if each != name}, folder / "model.safetensors")
+    save_file(
+        tensors | {name: mutated} if mutated is not None else {each: tensors[each] for each in tensors if each != name},
+        folder / "model.safetensors",
+    )
     try:
         load(folder)
     except StartupError as error:
@@ -343,12 +410,16 @@ def test_weights_that_are_no_numbers_are_found_before_the_first_request(number: 
 
 
 NUMBERS = st.integers(-2, 200) | st.sampled_from([2**31 - 1, 2**62, 10**30]) | st.floats()
-VALUES = st.recursive(st.none() | st.booleans() | NUMBERS | st.text(max_size=5), lambda each: st.lists(each, max_size=3))
+VALUES = st.recursive(
+    st.none() | st.booleans() | NUMBERS | st.text(max_size=5), lambda each: st.lists(each, max_size=3)
+)
 
 
 @given(st.data())
 @examples(150, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_a_mutated_configuration_is_read_or_refused(originals: dict[str, tuple[Path, Tensors]], data: st.DataObject) -> None:
+def test_a_mutated_configuration_is_read_or_refused(
+    originals: dict[str, tuple[Path, Tensors]], data: st.DataObject
+) -> None:
     name = data.draw(st.sampled_from(sorted(MUTATED)))
     folder, tensors = originals[name]
     save_file(tensors, folder / "model.safetensors")
@@ -368,7 +439,14 @@ def test_a_mutated_configuration_is_read_or_refused(originals: dict[str, tuple[P
 def test_a_mutated_header_is_refused(tmp_path_factory: pytest.TempPathFactory, noise: bytes) -> None:
     folder = tmp_path_factory.mktemp("header")
     (folder / "model.safetensors").write_bytes(len(noise).to_bytes(8, "little") + noise)
-    sizes = {"vocab_size": 8, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "max_position_embeddings": 8}
+    sizes = {
+        "vocab_size": 8,
+        "hidden_size": 8,
+        "intermediate_size": 8,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 1,
+        "max_position_embeddings": 8,
+    }
     config = read_config({"architectures": ["LlamaForCausalLM"]} | sizes)
     with pytest.raises(StartupError, match="can't be read") as raised:
         load_weights(folder, config, FLOAT32)

@@ -1,4 +1,6 @@
-"""Calibration: rounding by second order, scales that are folded, and checkpoints that know more than rounding to nearest leaves."""
+"""Calibration: rounding by second order, scales that are folded, and checkpoints that know more
+than rounding to nearest leaves.
+"""
 
 import json
 import shutil
@@ -47,10 +49,17 @@ def correlated(rows: int, k: int, rank: int, generator: torch.Generator) -> torc
 
 @examples(40)
 @given(
-    n=st.integers(1, 40), k=st.integers(1, 150), rank=st.integers(1, 20), rows=st.integers(1, 200), group=st.sampled_from([32, 64, 128]),
-    kind=st.sampled_from(["w4", "nf4"]), seed=st.integers(0, 2**31),
-)  # fmt: skip
-def test_no_column_is_rounded_worse_than_to_nearest(n: int, k: int, rank: int, rows: int, group: int, kind: str, seed: int) -> None:
+    n=st.integers(1, 40),
+    k=st.integers(1, 150),
+    rank=st.integers(1, 20),
+    rows=st.integers(1, 200),
+    group=st.sampled_from([32, 64, 128]),
+    kind=st.sampled_from(["w4", "nf4"]),
+    seed=st.integers(0, 2**31),
+)
+def test_no_column_is_rounded_worse_than_to_nearest(
+    n: int, k: int, rank: int, rows: int, group: int, kind: str, seed: int
+) -> None:
     generator = torch.Generator().manual_seed(seed)
     x, weight = correlated(rows, k, rank, generator), torch.randn(n, k, generator=generator)
     gram = x.T @ x
@@ -68,7 +77,8 @@ def test_rounding_by_second_order_more_than_halves_the_error_of_correlated_input
     x, weight = correlated(2000, 256, 40, generator), torch.randn(128, 256, generator=generator)
     gram = x.T @ x
     errors = [
-        objectives(each.dequantize(torch.float32), weight, gram).sum() for each in (round_four_bit(weight, gram, kind, 64), quantize_weight(weight, kind, 64))
+        objectives(each.dequantize(torch.float32), weight, gram).sum()
+        for each in (round_four_bit(weight, gram, kind, 64), quantize_weight(weight, kind, 64))
     ]
     assert errors[0] < 0.5 * errors[1]
 
@@ -104,7 +114,9 @@ def test_folded_scales_leave_the_model_as_it_is() -> None:
     hidden, inter = 48, 80
 
     def linear(n: int, k: int, *, is_gated: bool = False) -> TorchLinear:
-        return TorchLinear(torch.randn(n, k, generator=generator), torch.randn(n, generator=generator), is_gated=is_gated)
+        return TorchLinear(
+            torch.randn(n, k, generator=generator), torch.randn(n, generator=generator), is_gated=is_gated
+        )
 
     gate_up, down = observe(linear(2 * inter, hidden, is_gated=True), 30), observe(linear(hidden, inter), 30)
     x, norm = torch.randn(30, hidden, generator=generator), torch.rand(hidden, generator=generator) + 0.5
@@ -119,14 +131,30 @@ def test_folded_scales_leave_the_model_as_it_is() -> None:
     assert torch.equal(folded, folded.bfloat16().float())
     torch.testing.assert_close(gate_up.gram, gram / scales / scales[:, None])
     torch.testing.assert_close(gate_up.rows, rms_norm(x, folded, 1e-5))
-    torch.testing.assert_close(down(gate_up(x, norm=folded, eps=1e-5)), expected, rtol=1e-4, atol=1e-5 * float(expected.abs().max()))
+    torch.testing.assert_close(
+        down(gate_up(x, norm=folded, eps=1e-5)), expected, rtol=1e-4, atol=1e-5 * float(expected.abs().max())
+    )
 
 
-# One of each structure, dense: biases, norms and their places, multipliers, tied heads. Others differ in angles and windows alone.
+# One of each structure, dense: biases, norms and their places, multipliers, tied heads. Others
+# differ in angles and windows alone.
 STRUCTURES = (
-    "exaone4", "gemma", "gemma2", "gemma3", "granite", "internlm3", "llama-heads", "llama-linear", "mistral-window", "olmo2", "phi3", "qwen2", "qwen3",
-    "seed-oss", "smollm3",
-)  # fmt: skip
+    "exaone4",
+    "gemma",
+    "gemma2",
+    "gemma3",
+    "granite",
+    "internlm3",
+    "llama-heads",
+    "llama-linear",
+    "mistral-window",
+    "olmo2",
+    "phi3",
+    "qwen2",
+    "qwen3",
+    "seed-oss",
+    "smollm3",
+)
 
 
 @pytest.mark.sampled(4)
@@ -143,7 +171,10 @@ def test_every_family_comes_nearer_to_itself(name: str, tmp_path: Path) -> None:
     calibrated = calibrate(Loader(source, config, FLOAT32, Packed("none", 32)), packing, windows, backend)
     source.close()
     nearest = load_weights(tmp_path, config, backend, quantization="w4", group=32, attention_output=True)
-    models = [Decoder(config, load_weights(tmp_path, config, FLOAT32), FLOAT32), *(Decoder(config, weights, backend) for weights in (calibrated, nearest))]
+    models = [
+        Decoder(config, load_weights(tmp_path, config, FLOAT32), FLOAT32),
+        *(Decoder(config, weights, backend) for weights in (calibrated, nearest)),
+    ]
     logs = [torch.cat(list(next_token_logs(model, held_out))) for model in models]
     errors = [float((logs[0] - each).square().mean()) for each in logs[1:]]
     assert errors[0] < errors[1]
@@ -156,7 +187,9 @@ def windows_of(text: str) -> torch.Tensor:
 @pytest.fixture(scope="module")
 def talk(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, torch.Tensor]]:
     """A text in the demo's own words to calibrate on, and windows of another."""
-    lines = [line[3:] for line in CONVERSATIONS.read_text(encoding="utf-8").splitlines() if line.startswith(("Q: ", "A: "))]
+    lines = [
+        line[3:] for line in CONVERSATIONS.read_text(encoding="utf-8").splitlines() if line.startswith(("Q: ", "A: "))
+    ]
     path = tmp_path_factory.mktemp("talk") / "talk.txt"
     path.write_text("\n".join(lines[::2]), encoding="utf-8")
     yield path, windows_of("\n".join(lines[1::2]))
@@ -177,8 +210,13 @@ def test_a_calibrated_checkpoint_loads_serves_and_is_nearer(
     backend = choose_backend(torch.bfloat16, CPU)
     models = [Decoder(config, load_weights(tmp_path, config, backend), backend)]
     dense = read_config(json.loads((DEMO_MODEL / "config.json").read_text()))
-    models += [Decoder(dense, load_weights(DEMO_MODEL, dense, backend, quantization=each), backend) for each in (quantization, "none")]
-    calibrated, nearest, exact = (torch.cat([logs.clone() for logs in next_token_logs(model, held_out)]) for model in models)
+    models += [
+        Decoder(dense, load_weights(DEMO_MODEL, dense, backend, quantization=each), backend)
+        for each in (quantization, "none")
+    ]
+    calibrated, nearest, exact = (
+        torch.cat([logs.clone() for logs in next_token_logs(model, held_out)]) for model in models
+    )
     distances = [float((exact.exp() * (exact - each)).sum(-1).mean()) for each in (calibrated, nearest)]
     assert distances[0] < bound * distances[1]
     prompts = [[5, 6, 7], list(range(40, 90))]
@@ -193,7 +231,9 @@ def test_the_lm_head_keeps_eight_bits_unless_asked(tmp_path: Path, capsys: pytes
     found = {}
     for lm_head in (False, True):
         backend = choose_backend(torch.bfloat16, CPU)
-        at_load = Decoder(config, load_weights(DEMO_MODEL, config, backend, quantization="w4", lm_head=lm_head), backend)
+        at_load = Decoder(
+            config, load_weights(DEMO_MODEL, config, backend, quantization="w4", lm_head=lm_head), backend
+        )
         found[lm_head] = perplexity(at_load, windows)
         folder = tmp_path / str(lm_head)
         assert main(["quantize", "demo", str(folder), "--quantization", "w4", *(["--lm-head"] if lm_head else [])]) == 0
@@ -205,7 +245,9 @@ def test_the_lm_head_keeps_eight_bits_unless_asked(tmp_path: Path, capsys: pytes
     assert sizes[0] > sizes[1]
     config_json = json.loads((tmp_path / "True" / "config.json").read_text())
     del config_json["quantization_config"]["lm_head"]
-    assert read_config(config_json).packed == Packed("w4", 32, lm_head=True)  # as it was written before the head had a rule of its own
+    assert read_config(config_json).packed == Packed(
+        "w4", 32, lm_head=True
+    )  # as it was written before the head had a rule of its own
 
 
 @pytest.mark.parametrize(
@@ -218,7 +260,9 @@ def test_the_lm_head_keeps_eight_bits_unless_asked(tmp_path: Path, capsys: pytes
         ("folder", "Is a directory"),
     ],
 )
-def test_a_bad_text_is_one_line(content: bytes | str | None, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_bad_text_is_one_line(
+    content: bytes | str | None, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     text = tmp_path / "text"
     if content == "folder":
         text.mkdir()
@@ -232,14 +276,21 @@ def test_a_bad_text_is_one_line(content: bytes | str | None, message: str, tmp_p
 
 
 def test_too_few_tokens_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["quantize", "demo", str(tmp_path / "out"), "--calibrate", "default", "--calibration-tokens", "100"]) == 2
+    assert (
+        main(["quantize", "demo", str(tmp_path / "out"), "--calibrate", "default", "--calibration-tokens", "100"]) == 2
+    )
     assert capsys.readouterr().err == "penstock: --calibration-tokens 100: at least 2,560 are needed\n"
 
 
-def test_what_can_not_be_calibrated_is_said_before_anything_is_loaded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_can_not_be_calibrated_is_said_before_anything_is_loaded(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     reference_model("mixtral", tmp_path / "mixtral")
     write_checkpoint(tmp_path / "awq", layers_only(awq(64)), awq_config(64))
-    for name, message in (("mixtral", "calibration knows dense MLPs only"), ("awq", "is quantized already (AWQ, 4 bits in groups of 64)")):
+    for name, message in (
+        ("mixtral", "calibration knows dense MLPs only"),
+        ("awq", "is quantized already (AWQ, 4 bits in groups of 64)"),
+    ):
         folder = tmp_path / name
         shutil.copy(DEMO_MODEL / "tokenizer.json", folder)
         capsys.readouterr()
@@ -248,14 +299,22 @@ def test_what_can_not_be_calibrated_is_said_before_anything_is_loaded(tmp_path: 
         assert message in line and not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize(("tokens", "calibrated", "held_out"), [(2560, 5, 8), (4096, 8, 8), (5700, 11, 8), (7168, 14, 6), (8192, 16, 4), (100_000, 16, 4)])
+@pytest.mark.parametrize(
+    ("tokens", "calibrated", "held_out"),
+    [(2560, 5, 8), (4096, 8, 8), (5700, 11, 8), (7168, 14, 6), (8192, 16, 4), (100_000, 16, 4)],
+)
 def test_as_many_tokens_are_used_as_are_asked_for(tokens: int, calibrated: int, held_out: int, tmp_path: Path) -> None:
     """Eight more windows are held out, where the text has them; this one has 20."""
     files = open_model("demo")
     text = tmp_path / "text"
     text.write_text(CONVERSATIONS.read_text(encoding="utf-8") * 3, encoding="utf-8")
     words = split(text.read_text(encoding="utf-8"), Tokenizer.from_file(str(files.folder / "tokenizer.json")), 512)[:20]
-    text.write_text(Tokenizer.from_file(str(files.folder / "tokenizer.json")).decode(words.flatten().tolist(), skip_special_tokens=False), encoding="utf-8")
+    text.write_text(
+        Tokenizer.from_file(str(files.folder / "tokenizer.json")).decode(
+            words.flatten().tolist(), skip_special_tokens=False
+        ),
+        encoding="utf-8",
+    )
     windows = read_windows(str(text), files, tokens)
     assert (len(windows.calibration), len(windows.held_out)) == (calibrated, held_out)
 
@@ -277,7 +336,9 @@ def test_old_weights_never_stay_in_charge(old: str, tmp_path: Path, capsys: pyte
     assert f"{old} is there already" in line and [path.name for path in tmp_path.iterdir()] == [old]
 
 
-def test_weights_that_were_written_by_half_are_no_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_weights_that_were_written_by_half_are_no_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     def full_disk(_tensors: object, path: Path, **_: object) -> None:
         path.write_bytes(b"half")
         raise OSError("No space left on device")
@@ -302,10 +363,15 @@ def test_windows_begin_as_the_tokenizer_begins_a_text() -> None:
     plain = split("one two three four " * 50, Tokenizer.from_str(json.dumps(described)), 16)
     beginning = {"id": "<|system|>", "type_id": 0}
     described["post_processor"] = {
-        "type": "TemplateProcessing", "single": [{"SpecialToken": beginning}, {"Sequence": {"id": "A", "type_id": 0}}], "pair": [],
+        "type": "TemplateProcessing",
+        "single": [{"SpecialToken": beginning}, {"Sequence": {"id": "A", "type_id": 0}}],
+        "pair": [],
         "special_tokens": {"<|system|>": {"id": "<|system|>", "ids": [2], "tokens": ["<|system|>"]}},
-    }  # fmt: skip
-    described["post_processor"]["pair"] = [*described["post_processor"]["single"], {"Sequence": {"id": "B", "type_id": 1}}]
+    }
+    described["post_processor"]["pair"] = [
+        *described["post_processor"]["single"],
+        {"Sequence": {"id": "B", "type_id": 1}},
+    ]
     begun = split("one two three four " * 50, Tokenizer.from_str(json.dumps(described)), 16)
     assert (begun[:, 0] == 2).all()
     tokens = plain.flatten().tolist()

@@ -1,4 +1,6 @@
-"""Candidate sets are exact: the sampler's draws have the full vocabulary's distribution, and the same seed draws the same token."""
+"""Candidate sets are exact: the sampler's draws have the full vocabulary's distribution, and the
+same seed draws the same token.
+"""
 
 import itertools
 import random
@@ -36,7 +38,9 @@ def exact(logits: torch.Tensor, params: SamplingParams, tokens: list[int] | None
     """The distribution by its definition, on the whole row in float64."""
     row = logits.double().numpy().copy()
     for token in {7, 8, *(tokens or [])}:
-        row[token] = row[token] / params.repetition_penalty if row[token] > 0 else row[token] * params.repetition_penalty
+        row[token] = (
+            row[token] / params.repetition_penalty if row[token] > 0 else row[token] * params.repetition_penalty
+        )
     for token in set(tokens or []):
         row[token] -= params.frequency_penalty * (tokens or []).count(token) + params.presence_penalty
     for token, bias in params.logit_bias.items():
@@ -71,9 +75,21 @@ CASES = {
     "all": (SamplingParams(top_k=100, top_p=0.9, min_p=0.03, temperature=1.3), 1.5, None),
     "large top-k and top-p": (SamplingParams(top_k=900, top_p=0.7, temperature=1.1), 1.0, None),
     "penalties": (SamplingParams(frequency_penalty=0.5, presence_penalty=0.7, repetition_penalty=1.3), 2.0, HISTORY),
-    "masked, top-p beyond the list": (SamplingParams(allowed_token_ids=tuple(range(5, VOCAB, 3)), top_p=0.7), 0.5, None),
-    "masked to fewer than are listed": (SamplingParams(allowed_token_ids=(3, 50, 700, 2999), top_p=0.95, min_p=0.01), 1.0, None),
-    "masked to fewer than top-k": (SamplingParams(allowed_token_ids=tuple(range(30)), top_k=40, temperature=1.5), 2.0, None),
+    "masked, top-p beyond the list": (
+        SamplingParams(allowed_token_ids=tuple(range(5, VOCAB, 3)), top_p=0.7),
+        0.5,
+        None,
+    ),
+    "masked to fewer than are listed": (
+        SamplingParams(allowed_token_ids=(3, 50, 700, 2999), top_p=0.95, min_p=0.01),
+        1.0,
+        None,
+    ),
+    "masked to fewer than top-k": (
+        SamplingParams(allowed_token_ids=tuple(range(30)), top_k=40, temperature=1.5),
+        2.0,
+        None,
+    ),
     "bias": (SamplingParams(logit_bias={3: 6.0, 4: -100.0}, top_p=0.9), 1.0, []),
 }
 
@@ -96,12 +112,18 @@ def test_the_draws_have_the_full_vocabulary_s_distribution(name: str) -> None:
 
 
 def test_a_draw_does_not_depend_on_the_batch(search: RowSearch) -> None:
-    """The same row alone and among others with longer lists, greedy ones and penalized ones: the same candidates, byte for byte."""
+    """The same row alone and among others with longer lists, greedy ones and penalized ones: the
+    same candidates, byte for byte.
+    """
     logits = torch.randn(6, VOCAB, generator=torch.Generator().manual_seed(3))
     params = [
-        SamplingParams(seed=1), SamplingParams(seed=2, top_k=200), SamplingParams(temperature=0.0), SamplingParams(seed=3, top_p=0.5),
-        SamplingParams(temperature=0.0, logprobs=5), SamplingParams(seed=4, frequency_penalty=1.0),
-    ]  # fmt: skip
+        SamplingParams(seed=1),
+        SamplingParams(seed=2, top_k=200),
+        SamplingParams(temperature=0.0),
+        SamplingParams(seed=3, top_p=0.5),
+        SamplingParams(temperature=0.0, logprobs=5),
+        SamplingParams(seed=4, frequency_penalty=1.0),
+    ]
 
     def sequences() -> list[Sequence]:
         return [Sequence(Request(handle, "r", each), Tokens([1, 2, 3], 2)) for handle, each in enumerate(params)]
@@ -142,7 +164,10 @@ def random_step(rng: random.Random, num_rows: int) -> tuple[torch.Tensor, list[S
     tied = torch.tensor([rng.random() < 0.3 for _ in range(num_rows)])
     logits[tied] = (logits[tied] * 2).round() / 2
     outputs = [rng.choices(range(20), k=rng.randrange(12)) for _ in range(num_rows)]
-    return logits, [Sequence(Request(number, "r", random_params(rng), eos_token_ids=(1,)), Tokens([7, 8, *output], 2)) for number, output in enumerate(outputs)]
+    return logits, [
+        Sequence(Request(number, "r", random_params(rng), eos_token_ids=(1,)), Tokens([7, 8, *output], 2))
+        for number, output in enumerate(outputs)
+    ]
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -152,7 +177,9 @@ def test_what_compute_foresees_is_what_the_sampler_decides(seed: int) -> None:
     logits, sequences = random_step(rng, 300)
     rows = reduce(logits, sequences, SEARCH)
     assert not rows.failures and rows.handles.tolist() == list(range(300))
-    assert rows.previous_token_ids.tolist() == [sequence.tokens.ids[-1] if sequence.tokens.num_output else -1 for sequence in sequences]
+    assert rows.previous_token_ids.tolist() == [
+        sequence.tokens.ids[-1] if sequence.tokens.num_output else -1 for sequence in sequences
+    ]
     for sampler in range(3):
         which = [row for row in range(300) if row % 5 % 3 == sampler]
         assert decided(sent(rows, which), [sequences[row] for row in which]).tolist() == rows.chosen[which].tolist()
@@ -163,14 +190,30 @@ FAULTS = {  # the request, what is wrong with its row, and what the failure says
     "one NaN in a greedy row": (SamplingParams(temperature=0.0), lambda row: row[2999].fill_(torch.nan), NOT_FINITE),
     "one NaN beside a short list": (SamplingParams(top_k=3), lambda row: row[VOCAB // 2].fill_(torch.nan), NOT_FINITE),
     "NaN in a row drawn at random": (SamplingParams(), lambda row: row[3:500].fill_(torch.nan), NOT_FINITE),
-    "NaN where logprobs are asked": (SamplingParams(temperature=0.0, logprobs=0), lambda row: row[17].fill_(torch.nan), NOT_FINITE),
-    "NaN behind a long list": (SamplingParams(top_p=0.99, temperature=2.0), lambda row: row[2000].fill_(torch.nan), NOT_FINITE),
+    "NaN where logprobs are asked": (
+        SamplingParams(temperature=0.0, logprobs=0),
+        lambda row: row[17].fill_(torch.nan),
+        NOT_FINITE,
+    ),
+    "NaN behind a long list": (
+        SamplingParams(top_p=0.99, temperature=2.0),
+        lambda row: row[2000].fill_(torch.nan),
+        NOT_FINITE,
+    ),
     "an overflow": (SamplingParams(temperature=0.0), lambda row: row[3].fill_(torch.inf), NOT_FINITE),
     "an overflow, drawn at random": (SamplingParams(top_k=3), lambda row: row[3].fill_(torch.inf), NOT_FINITE),
     "nothing left": (SamplingParams(temperature=0.5, min_p=0.1), lambda row: row.fill_(-torch.inf), NOT_FINITE),
-    "a bias that overflows": (SamplingParams(temperature=0.0, logit_bias={5: 100.0}), lambda row: row[5].fill_(torch.inf), NOT_FINITE),
+    "a bias that overflows": (
+        SamplingParams(temperature=0.0, logit_bias={5: 100.0}),
+        lambda row: row[5].fill_(torch.inf),
+        NOT_FINITE,
+    ),
     "a bias for a token that is not there": (SamplingParams(logit_bias={VOCAB: 1.0}), lambda row: row, "out of bounds"),
-    "a penalty for a token that is not there": (SamplingParams(repetition_penalty=1.5, seed=1 << 20), lambda row: row, "out of bounds"),
+    "a penalty for a token that is not there": (
+        SamplingParams(repetition_penalty=1.5, seed=1 << 20),
+        lambda row: row,
+        "out of bounds",
+    ),
 }
 
 
@@ -219,7 +262,10 @@ def test_a_device_that_fails_is_no_rows_mistake(monkeypatch: pytest.MonkeyPatch)
     nan = torch.full((1, VOCAB), torch.nan)
     with monkeypatch.context() as patch:
         patch.setattr(reduction_module, "ensure_works", broken)
-        for logits, sequence in ((make_logits(1.0)[None], bad), (nan, Sequence(Request(0, "r", SamplingParams()), Tokens([7, 8], 2)))):
+        for logits, sequence in (
+            (make_logits(1.0)[None], bad),
+            (nan, Sequence(Request(0, "r", SamplingParams()), Tokens([7, 8], 2))),
+        ):
             with pytest.raises(torch.AcceleratorError):
                 reduce(logits, [sequence], SEARCH)
     for name in ("edits_of", "fill"):
@@ -232,7 +278,11 @@ def test_a_device_that_fails_is_no_rows_mistake(monkeypatch: pytest.MonkeyPatch)
 def test_greedy_lists_one_candidate_and_the_first_of_equal_ones() -> None:
     logits = torch.zeros(2, VOCAB)
     logits[1, [40, 2000]] = 1.0
-    rows = reduce(logits, [Sequence(Request(handle, "r", SamplingParams(temperature=0.0)), Tokens([1], 1)) for handle in range(2)], SEARCH)
+    rows = reduce(
+        logits,
+        [Sequence(Request(handle, "r", SamplingParams(temperature=0.0)), Tokens([1], 1)) for handle in range(2)],
+        SEARCH,
+    )
     assert rows.token_ids.tolist() == [[0], [40]]
     assert rows.counts.tolist() == [1, 1]
 
@@ -241,7 +291,9 @@ def test_greedy_lists_one_candidate_and_the_first_of_equal_ones() -> None:
 @pytest.mark.parametrize(("vocab", "k"), list(itertools.product([130, 2048, 5003], [1, 2, 20, 64])))
 @pytest.mark.parametrize("place", ["native", "numpy", "device"])
 def test_the_largest_are_in_order_with_ties_by_id(vocab: int, k: int, place: str) -> None:
-    """Rounded to quarters, so that most values are tied, at the list's border too. The GPU's way runs on the CPU as well."""
+    """Rounded to quarters, so that most values are tied, at the list's border too. The GPU's way
+    runs on the CPU as well.
+    """
     logits = (torch.randn(9, vocab, generator=torch.Generator().manual_seed(vocab + k)) * 4).round() / 4
     logits[-1, 5:] = -torch.inf
     if place == "native":
@@ -262,7 +314,9 @@ def test_the_largest_are_in_order_with_ties_by_id(vocab: int, k: int, place: str
 @pytest.mark.parametrize(("vocab", "k"), list(itertools.product([130, 2048, 5003], [1, 2, 20, 64])))
 @pytest.mark.parametrize("place", ["native", "numpy", "device"])
 def test_a_row_says_that_it_has_a_nan(vocab: int, k: int, place: str) -> None:
-    """Wherever it stands; also where many logits are tied at the list's border, or are banned. The rows beside it are as ever."""
+    """Wherever it stands; also where many logits are tied at the list's border, or are banned. The
+    rows beside it are as ever.
+    """
     places = [0, 15, 63, 64, vocab // 2, vocab - 3, vocab - 1]
     logits = (torch.randn(len(places) + 2, vocab, generator=torch.Generator().manual_seed(vocab + k)) * 2).round()
     logits[2, 5:] = -torch.inf
@@ -271,7 +325,11 @@ def test_a_row_says_that_it_has_a_nan(vocab: int, k: int, place: str) -> None:
         logits[row, at] = torch.nan
     if place == "device" and k > vocab // CHUNK:
         pytest.skip("fewer chunks than are wanted: the whole row is sorted")
-    find = {"native": SEARCH.find_largest, "numpy": TorchRowSearch().find_largest, "device": lambda some, k: largest_on_device(some, k, vocab // CHUNK)}[place]
+    find = {
+        "native": SEARCH.find_largest,
+        "numpy": TorchRowSearch().find_largest,
+        "device": lambda some, k: largest_on_device(some, k, vocab // CHUNK),
+    }[place]
     (values, ids), expected = find(logits, k), find(clean, k)
     assert np.isnan(values[:-2, 0]).all() and ((ids >= 0) & (ids < vocab)).all()
     assert (values[-2:] == expected[0]).all() and (ids[-2:] == expected[1]).all()
@@ -280,7 +338,9 @@ def test_a_row_says_that_it_has_a_nan(vocab: int, k: int, place: str) -> None:
 def test_the_mass_of_a_row_is_the_same_by_numpy() -> None:
     logits = torch.randn(4, VOCAB, generator=torch.Generator().manual_seed(2)) * 3
     some = (np.array([3, 0]), logits.amax(1).numpy()[[3, 0]], np.array([0.7, 1.3], np.float32))
-    np.testing.assert_allclose(SEARCH.total_masses(logits, *some), TorchRowSearch().total_masses(logits, *some), rtol=1e-5)
+    np.testing.assert_allclose(
+        SEARCH.total_masses(logits, *some), TorchRowSearch().total_masses(logits, *some), rtol=1e-5
+    )
 
 
 def test_a_sorted_row_knows_which_token_is_where() -> None:
@@ -308,8 +368,14 @@ def test_bytes_of_a_step_are_kilobytes() -> None:
     """Batch 32 with Qwen's vocabulary: what crosses to the sampler, without and with random sampling."""
     logits = torch.randn(32, 151_936, generator=torch.Generator().manual_seed(0)) * 3
     sizes = {}
-    for name, params in {"greedy": SamplingParams(temperature=0.0), "top-p": SamplingParams(top_p=0.9, temperature=0.8), "plain": SamplingParams()}.items():
-        rows = reduce(logits.clone(), [Sequence(Request(handle, "r", params), Tokens([1], 1)) for handle in range(32)], SEARCH)
+    for name, params in {
+        "greedy": SamplingParams(temperature=0.0),
+        "top-p": SamplingParams(top_p=0.9, temperature=0.8),
+        "plain": SamplingParams(),
+    }.items():
+        rows = reduce(
+            logits.clone(), [Sequence(Request(handle, "r", params), Tokens([1], 1)) for handle in range(32)], SEARCH
+        )
         sizes[name] = len(encode(rows.message(list(range(32)), "compute-0123456789ab", 1000, (), [])))
     assert sizes["greedy"] < 2_000
     assert sizes["top-p"] == sizes["plain"] < 20_000

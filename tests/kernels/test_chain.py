@@ -1,4 +1,6 @@
-"""llama.cpp's chain of samplers: stage by stage what its definition says, over the whole row, and the draws have the distribution that is left."""
+"""llama.cpp's chain of samplers: stage by stage what its definition says, over the whole row, and
+the draws have the distribution that is left.
+"""
 
 import math
 
@@ -27,10 +29,16 @@ NUM_DRAWS = 20_000
 OFF = ChainParams()
 
 
-def left_by_definition(row: torch.Tensor, params: SamplingParams, position: int) -> tuple[list[int], float]:  # noqa: C901 - one branch a stage
-    """The tokens that the chain leaves, by falling logit, and the temperature: a list of (logit, token), each stage a loop over it as llama.cpp's is."""
+# one branch a stage
+def left_by_definition(row: torch.Tensor, params: SamplingParams, position: int) -> tuple[list[int], float]:  # noqa: C901
+    """The tokens that the chain leaves, by falling logit, and the temperature: a list of (logit,
+    token), each stage a loop over it as llama.cpp's is.
+    """
     chain = params.chain or OFF
-    finite = sorted(((value, token) for token, value in enumerate(row.double().tolist()) if value > -math.inf), key=lambda each: (-each[0], each[1]))
+    finite = sorted(
+        ((value, token) for token, value in enumerate(row.double().tolist()) if value > -math.inf),
+        key=lambda each: (-each[0], each[1]),
+    )
     if chain.top_n_sigma > 0:
         numbers = torch.tensor([value for value, _ in finite], dtype=torch.float64)
         least = numbers.max() - chain.top_n_sigma * numbers.std(correction=0)
@@ -96,8 +104,16 @@ requests = st.builds(
 
 
 @examples(400)
-@given(params=requests, seed=st.integers(0, 1 << 30), spread=st.sampled_from([0.2, 1.0, 4.0]), vocab=st.sampled_from([1, 2, 7, 130]), banned=st.integers(0, 5))
-def test_what_is_left_is_what_the_definition_leaves(params: SamplingParams, seed: int, spread: float, vocab: int, banned: int) -> None:
+@given(
+    params=requests,
+    seed=st.integers(0, 1 << 30),
+    spread=st.sampled_from([0.2, 1.0, 4.0]),
+    vocab=st.sampled_from([1, 2, 7, 130]),
+    banned=st.integers(0, 5),
+)
+def test_what_is_left_is_what_the_definition_leaves(
+    params: SamplingParams, seed: int, spread: float, vocab: int, banned: int
+) -> None:
     row = torch.randn(vocab, generator=torch.Generator().manual_seed(seed)) * spread
     row[: min(banned, vocab - 1)] = -torch.inf
     assert params.chain is not None
@@ -110,14 +126,18 @@ def test_what_is_left_is_what_the_definition_leaves(params: SamplingParams, seed
 @examples(200)
 @given(params=requests, seed=st.integers(0, 1 << 30))
 def test_equal_logits_are_as_many_as_the_definition_leaves(params: SamplingParams, seed: int) -> None:
-    """Rounded to halves: which of two tokens that are equally far from the entropy goes first is nobody's definition, how likely those are that stay is."""
+    """Rounded to halves: which of two tokens that are equally far from the entropy goes first is
+    nobody's definition, how likely those are that stay is.
+    """
     row = (torch.randn(60, generator=torch.Generator().manual_seed(seed)) * 2).round() / 2
     assert params.chain is not None
     dropped, _ = truncate(row.numpy(), params, 3)
     expected, _ = left_by_definition(row, params, 3)
     if params.chain.typical_p == 1:
         assert sorted(expected) == np.flatnonzero(~dropped).tolist()
-    assert (~dropped).any() and not (dropped & (row.numpy() > row.numpy()[~dropped].min()) & (row.numpy() < row.numpy()[~dropped].max())).any()
+    assert (~dropped).any() and not (
+        dropped & (row.numpy() > row.numpy()[~dropped].min()) & (row.numpy() < row.numpy()[~dropped].max())
+    ).any()
 
 
 CASES = {
@@ -125,9 +145,14 @@ CASES = {
     "typical-p": (SamplingParams(chain=ChainParams(typical_p=0.6)), 1.0),
     "typical-p of a peaked row": (SamplingParams(chain=ChainParams(typical_p=0.5), temperature=0.8), 3.0),
     "XTC, always": (SamplingParams(chain=ChainParams(xtc_probability=1.0, xtc_threshold=0.02)), 3.0),
-    "dynamic temperature": (SamplingParams(chain=ChainParams(dynatemp_range=0.6, dynatemp_exponent=1.5), temperature=0.9, top_k=200), 2.0),
+    "dynamic temperature": (
+        SamplingParams(chain=ChainParams(dynatemp_range=0.6, dynatemp_exponent=1.5), temperature=0.9, top_k=200),
+        2.0,
+    ),
     "all": (
-        SamplingParams(top_k=300, top_p=0.9, min_p=0.01, temperature=1.2, chain=ChainParams(2.5, 0.9, 1.0, 0.03, 0.3, 1.0)),
+        SamplingParams(
+            top_k=300, top_p=0.9, min_p=0.01, temperature=1.2, chain=ChainParams(2.5, 0.9, 1.0, 0.03, 0.3, 1.0)
+        ),
         2.0,
     ),
 }
@@ -161,7 +186,11 @@ def test_xtc_is_applied_as_often_as_asked_and_does_not_depend_on_the_draw() -> N
 
 def test_a_row_of_the_chain_does_not_depend_on_its_company(search: RowSearch) -> None:
     logits = torch.randn(len(CASES) + 2, VOCAB, generator=torch.Generator().manual_seed(3)) * 2
-    params = [SamplingParams(seed=1), *(each for each, _ in CASES.values()), SamplingParams(temperature=0.0, logprobs=5, chain=ChainParams(1.0))]
+    params = [
+        SamplingParams(seed=1),
+        *(each for each, _ in CASES.values()),
+        SamplingParams(temperature=0.0, logprobs=5, chain=ChainParams(1.0)),
+    ]
 
     def sequences() -> list[Sequence]:
         return [Sequence(Request(handle, "r", each), Tokens([1, 2, 3], 2)) for handle, each in enumerate(params)]
@@ -178,7 +207,9 @@ def test_logprobs_are_those_of_the_row_before_the_chain() -> None:
     params = SamplingParams(logprobs=4, seed=3, chain=ChainParams(typical_p=0.3, xtc_probability=1.0))
     rows = reduce(logits.clone(), [Sequence(Request(0, "r", params), Tokens([1, 2], 2))], SEARCH)
     listed = rows.token_ids[0, : rows.counts[0]]
-    np.testing.assert_allclose(rows.logits[0, : rows.counts[0]] - rows.logsumexp[0], expected[torch.from_numpy(listed).long()], atol=1e-5)
+    np.testing.assert_allclose(
+        rows.logits[0, : rows.counts[0]] - rows.logsumexp[0], expected[torch.from_numpy(listed).long()], atol=1e-5
+    )
 
 
 @pytest.mark.parametrize("wrong", [torch.nan, torch.inf])
@@ -187,4 +218,8 @@ def test_a_row_that_is_not_finite_is_its_own_failure(wrong: float) -> None:
     logits[0, 17] = wrong
     params = SamplingParams(chain=ChainParams(typical_p=0.5))
     found = reduce(logits, [Sequence(Request(handle, "r", params), Tokens([1], 1)) for handle in range(2)], SEARCH)
-    assert list(found.failures) == [(0, 1)] and "not finite" in found.failures[RowKey(0, 1)].message and found.handles.tolist() == [1]
+    assert (
+        list(found.failures) == [(0, 1)]
+        and "not finite" in found.failures[RowKey(0, 1)].message
+        and found.handles.tolist() == [1]
+    )

@@ -49,13 +49,21 @@ FAMILIES = {name: config_of(name) for name in CONFIGS}
         ("llama2", {"rms_norm_eps": float("nan")}, "rms_norm_eps is nan, not a number"),
         ("llama2", {"rms_norm_eps": -1e-6}, "rms_norm_eps is -1e-06, not positive"),
         ("llama2", {"rope_parameters": {"rope_theta": -1.0}}, "rope_theta of rope must be a positive number, got -1.0"),
-        ("mixtral", {"num_experts_per_tok": 100, "num_local_experts": 2}, "num_experts_per_tok is 100, not an integer from 1 to 2"),
+        (
+            "mixtral",
+            {"num_experts_per_tok": 100, "num_local_experts": 2},
+            "num_experts_per_tok is 100, not an integer from 1 to 2",
+        ),
         ("qwen2-moe", {"shared_expert_intermediate_size": "x"}, "shared_expert_intermediate_size is 'x'"),
         ("smollm3", {"no_rope_layers": [7, 7, 7]}, "no_rope_layers"),
         ("mistral-window", {"sliding_window": "x"}, "sliding_window is 'x'"),
         ("gemma2", {"sliding_window": -5}, "sliding_window is -5"),
         ("phi3", {"rope_parameters": {"partial_rotary_factor": 1e12}}, "partial_rotary_factor is 1000000000000.0"),
-        ("phi3-longrope", {"rope_parameters": {"rope_type": "longrope", "long_factor": [None], "short_factor": [None]}}, "wrong type"),
+        (
+            "phi3-longrope",
+            {"rope_parameters": {"rope_type": "longrope", "long_factor": [None], "short_factor": [None]}},
+            "wrong type",
+        ),
         ("granite", {"embedding_multiplier": "x"}, "embedding_multiplier is 'x'"),
         ("llama2", {"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5 is not supported for LlamaForCausalLM"),
     ],
@@ -65,8 +73,20 @@ def test_a_wrong_value_is_named(name: str, change: dict[str, Any], message: str)
         read_config(FAMILIES[name] | change)
 
 
-REQUIRED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "max_position_embeddings",
-            "num_local_experts", "num_experts", "num_experts_per_tok", "moe_intermediate_size", "shared_expert_intermediate_size")  # fmt: skip
+REQUIRED = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "max_position_embeddings",
+    "num_local_experts",
+    "num_experts",
+    "num_experts_per_tok",
+    "moe_intermediate_size",
+    "shared_expert_intermediate_size",
+)
 
 
 @pytest.mark.parametrize("switch", [{}, {"use_sliding_window": True, "max_window_layers": 2}], ids=["plain", "windows"])
@@ -75,7 +95,10 @@ def test_what_is_left_out_is_as_the_models_own_class_has_it(name: str, switch: d
     """Where config.json says no more than the sizes."""
     least = {key: FAMILIES[name][key] for key in REQUIRED if key in FAMILIES[name]} | {"num_hidden_layers": 7} | switch
     architecture = {"architectures": FAMILIES[name]["architectures"]}
-    found, expected = read_config(least | architecture), read_config(type(CONFIGS[name])(**least).to_dict() | architecture)
+    found, expected = (
+        read_config(least | architecture),
+        read_config(type(CONFIGS[name])(**least).to_dict() | architecture),
+    )
     for field in fields(found):
         if field.name != "ropes":
             assert getattr(found, field.name) == getattr(expected, field.name), field.name
@@ -85,7 +108,8 @@ def test_what_is_left_out_is_as_the_models_own_class_has_it(name: str, switch: d
 
 NUMBERS = st.integers(-2, 70) | st.sampled_from([2**31 - 1, 2**40, 2**62, 10**400]) | st.floats()
 VALUES = st.recursive(
-    st.none() | st.booleans() | NUMBERS | st.text(max_size=5), lambda each: st.lists(each, max_size=3) | st.dictionaries(st.text(max_size=5), each, max_size=2)
+    st.none() | st.booleans() | NUMBERS | st.text(max_size=5),
+    lambda each: st.lists(each, max_size=3) | st.dictionaries(st.text(max_size=5), each, max_size=2),
 )
 
 

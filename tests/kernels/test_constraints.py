@@ -1,4 +1,6 @@
-"""Masks: what a request allows is what is left of its row, and a matcher says the same however it came to where it is."""
+"""Masks: what a request allows is what is left of its row, and a matcher says the same however it
+came to where it is.
+"""
 
 import json
 import shutil
@@ -42,7 +44,13 @@ from tests.waiting import wait_until
 VOCAB = FILES.vocab_size
 SEARCH = TorchBackend(torch.float32, torch.device("cpu")).row_search
 SCHEMA = Constraint(
-    "json_schema", json.dumps({"type": "array", "items": {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "string"}}}})
+    "json_schema",
+    json.dumps(
+        {
+            "type": "array",
+            "items": {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "string"}}},
+        }
+    ),
 )
 ANY = Constraint("regex", r"(.|\n)*")
 
@@ -51,8 +59,13 @@ def ids_of(mask: Any, size: int = VOCAB) -> set[int]:
     return set(np.flatnonzero(np.unpackbits(mask, bitorder="little")[:size]).tolist())
 
 
-def sequence_of(output: list[int], *, handle: int = 0, num_undecided: int = 0, eos: tuple[int, ...] = EOS, **params: Any) -> Sequence:
-    return Sequence(Request(handle, str(handle), SamplingParams(**{"max_tokens": 100, **params}), eos), Tokens([5, *output], 1, num_undecided=num_undecided))
+def sequence_of(
+    output: list[int], *, handle: int = 0, num_undecided: int = 0, eos: tuple[int, ...] = EOS, **params: Any
+) -> Sequence:
+    return Sequence(
+        Request(handle, str(handle), SamplingParams(**{"max_tokens": 100, **params}), eos),
+        Tokens([5, *output], 1, num_undecided=num_undecided),
+    )
 
 
 def opened(constraints: Constraints, sequence: Sequence, constraint: Constraint) -> None:
@@ -97,17 +110,36 @@ END, STOP = 1, 2
 
 
 @given(
-    grammar_ids=st.none() | TOKENS, accepts=st.booleans(), allowed=TOKENS, bad=st.lists(st.lists(st.integers(0, 8), min_size=1, max_size=3), max_size=4),
-    output=st.lists(st.integers(0, 8), max_size=5), min_tokens=st.integers(0, 6), ignore_eos=st.booleans(), has_stop=st.booleans(),
-)  # fmt: skip
+    grammar_ids=st.none() | TOKENS,
+    accepts=st.booleans(),
+    allowed=TOKENS,
+    bad=st.lists(st.lists(st.integers(0, 8), min_size=1, max_size=3), max_size=4),
+    output=st.lists(st.integers(0, 8), max_size=5),
+    min_tokens=st.integers(0, 6),
+    ignore_eos=st.booleans(),
+    has_stop=st.booleans(),
+)
 def test_what_is_allowed_is_what_the_rules_say(
-    grammar_ids: set[int] | None, accepts: bool, allowed: set[int], bad: list[list[int]], output: list[int], min_tokens: int, ignore_eos: bool, has_stop: bool
+    grammar_ids: set[int] | None,
+    accepts: bool,
+    allowed: set[int],
+    bad: list[list[int]],
+    output: list[int],
+    min_tokens: int,
+    ignore_eos: bool,
+    has_stop: bool,
 ) -> None:
     stops = (STOP,) if has_stop else ()
-    params: dict[str, Any] = {"allowed_token_ids": tuple(allowed), "bad_words_token_ids": tuple(map(tuple, bad)), "stop_token_ids": stops}
+    params: dict[str, Any] = {
+        "allowed_token_ids": tuple(allowed),
+        "bad_words_token_ids": tuple(map(tuple, bad)),
+        "stop_token_ids": stops,
+    }
     sequence = sequence_of(output, eos=(END,), min_tokens=min_tokens, ignore_eos=ignore_eos, **params)
     is_early = len(output) + 1 <= min_tokens
-    completing = {word[-1] for word in bad if len(word) - 1 <= len(output) and output[len(output) - len(word) + 1 :] == word[:-1]}
+    completing = {
+        word[-1] for word in bad if len(word) - 1 <= len(output) and output[len(output) - len(word) + 1 :] == word[:-1]
+    }
     everything = set(range(64))
     if grammar_ids is None:
         left = everything - ({END, *stops} if is_early else set())
@@ -151,7 +183,9 @@ def test_draws_under_a_grammar_have_the_masked_distribution(search: RowSearch, i
     for step in range(40):
         params = {"temperature": 0.0 if is_greedy else 1.0}
         sequences = [sequence_of(output, handle=handle, seed=step * 500 + handle, **params) for handle in range(500)]
-        rows = reduce(logits.repeat(500, 1), sequences, search, Masks({sequence.prefix().key: mask for sequence in sequences}))
+        rows = reduce(
+            logits.repeat(500, 1), sequences, search, Masks({sequence.prefix().key: mask for sequence in sequences})
+        )
         counts += np.bincount(rows.chosen, minlength=VOCAB)
     if is_greedy:
         assert counts[max(left, key=lambda token: float(logits[token]))] == 20_000
@@ -162,20 +196,50 @@ def test_draws_under_a_grammar_have_the_masked_distribution(search: RowSearch, i
     assert stats.chisquare(observed, hoped * observed.sum() / hoped.sum()).pvalue > 1e-4
 
 
-@pytest.mark.parametrize("chain", [None, ChainParams(typical_p=0.9), ChainParams(top_n_sigma=1.5, xtc_probability=1.0, xtc_threshold=0.01, dynatemp_range=0.5)])
+@pytest.mark.parametrize(
+    "chain",
+    [
+        None,
+        ChainParams(typical_p=0.9),
+        ChainParams(top_n_sigma=1.5, xtc_probability=1.0, xtc_threshold=0.01, dynatemp_range=0.5),
+    ],
+)
 def test_samplers_see_what_the_grammar_leaves(search: RowSearch, chain: ChainParams | None) -> None:
-    """Llama.cpp's chain and DRY work on the masked row: as on one whose other logits are minus infinity from the beginning."""
-    allowed = np.sort(np.random.default_rng(2).choice(np.arange(6, VOCAB), VOCAB // 4, replace=False))  # not the prompt's token
+    """Llama.cpp's chain and DRY work on the masked row: as on one whose other logits are minus
+    infinity from the beginning.
+    """
+    allowed = np.sort(
+        np.random.default_rng(2).choice(np.arange(6, VOCAB), VOCAB // 4, replace=False)
+    )  # not the prompt's token
     logits = torch.randn((4, VOCAB), generator=torch.Generator().manual_seed(5)) * 2
     ban = torch.full((VOCAB,), -torch.inf)
     ban[torch.from_numpy(allowed)] = 0.0
     output = [int(allowed[0]), int(allowed[1]), int(allowed[2]), int(allowed[0]), int(allowed[1])]
     dry = DryParams(3.0, base=1.5, allowed_length=1)
-    sequences = [sequence_of(output, handle=handle, seed=handle, dry=dry, chain=chain, logprobs=3, temperature=0.8) for handle in range(4)]
-    masked = reduce(logits.clone(), sequences, search, Masks({sequence.prefix().key: bits_of(allowed, VOCAB) for sequence in sequences}))
+    sequences = [
+        sequence_of(output, handle=handle, seed=handle, dry=dry, chain=chain, logprobs=3, temperature=0.8)
+        for handle in range(4)
+    ]
+    masked = reduce(
+        logits.clone(),
+        sequences,
+        search,
+        Masks({sequence.prefix().key: bits_of(allowed, VOCAB) for sequence in sequences}),
+    )
     plain = reduce(logits + ban, sequences, search)
     assert not masked.failures
-    for name in ("counts", "token_ids", "logits", "logsumexp", "num_kept", "tail_mass", "tail_token_ids", "tail_logits", "chosen", "temperatures"):
+    for name in (
+        "counts",
+        "token_ids",
+        "logits",
+        "logsumexp",
+        "num_kept",
+        "tail_mass",
+        "tail_token_ids",
+        "tail_logits",
+        "chosen",
+        "temperatures",
+    ):
         assert np.array_equal(getattr(masked, name), getattr(plain, name)), name
     assert set(masked.chosen.tolist()) <= set(allowed.tolist())
     repeated = logits[:, torch.from_numpy(allowed)].double()
@@ -187,10 +251,16 @@ def test_a_row_that_nothing_is_allowed_in_fails_beside_one_with_samplers(search:
     allowed = bits_of(np.array([7, 9]), VOCAB)
     logits = torch.randn((3, VOCAB), generator=torch.Generator().manual_seed(6))
     chain = ChainParams(typical_p=0.5)
-    sequences = [sequence_of([], handle=0, chain=chain), sequence_of([], handle=1, chain=chain, allowed_token_ids=(8,)), sequence_of([], handle=2)]
+    sequences = [
+        sequence_of([], handle=0, chain=chain),
+        sequence_of([], handle=1, chain=chain, allowed_token_ids=(8,)),
+        sequence_of([], handle=2),
+    ]
     rows = reduce(logits, sequences, search, Masks({sequence.prefix().key: allowed for sequence in sequences}))
     assert rows.handles.tolist() == [0, 2] and set(rows.chosen.tolist()) <= {7, 9}
-    assert {key: (failure.status, failure.code) for key, failure in rows.failures.items()} == {(1, 1): (400, "nothing_allowed")}
+    assert {key: (failure.status, failure.code) for key, failure in rows.failures.items()} == {
+        (1, 1): (400, "nothing_allowed")
+    }
 
 
 def check_masks(constraints: Constraints, prefixes: list[Prefix]) -> None:
@@ -206,7 +276,9 @@ def check_masks(constraints: Constraints, prefixes: list[Prefix]) -> None:
 @examples(40)
 @given(data=st.data())
 def test_masks_follow_the_tokens_however_they_come(data: st.DataObject) -> None:
-    """Foreseen, confirmed, taken back and replaced: the mask is always that of a matcher which has seen just these tokens."""
+    """Foreseen, confirmed, taken back and replaced: the mask is always that of a matcher which has
+    seen just these tokens.
+    """
     constraints, sequence = make_constraints(), sequence_of([])
     opened(constraints, sequence, SCHEMA)
     for _ in range(data.draw(st.integers(5, 25))):
@@ -222,7 +294,9 @@ def test_masks_follow_the_tokens_however_they_come(data: st.DataObject) -> None:
             sequence.tokens.truncate(data.draw(st.integers(sequence.tokens.num_decided, len(sequence.tokens) - 1)))
         elif move == "ask":
             first = data.draw(st.integers(sequence.tokens.num_decided, len(sequence.tokens)))
-            check_masks(constraints, [Prefix(sequence, num_tokens) for num_tokens in range(first, len(sequence.tokens) + 1)])
+            check_masks(
+                constraints, [Prefix(sequence, num_tokens) for num_tokens in range(first, len(sequence.tokens) + 1)]
+            )
     output = sequence.tokens.ids[1:]
     assert ids_of(mask_of(constraints, sequence)) == expected(SCHEMA, output)
     successor = make_constraints()  # at another replica
@@ -244,7 +318,9 @@ def worn_out_soon(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def test_what_one_sequence_wears_out_others_still_have(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Matchers of one text share the library's lexer, which has limits; a sequence's own fate is what it would be alone."""
+    """Matchers of one text share the library's lexer, which has limits; a sequence's own fate is
+    what it would be alone.
+    """
     replayed, wide = worn_out_soon(monkeypatch), Constraint("regex", r"(.*a.{14}b.*)|(.*c.{13}d)")
     rng, constraints = np.random.default_rng(1), make_constraints()
     letters = [tokenizer().token_to_id(letter) for letter in "abcdxyz"]
@@ -288,7 +364,11 @@ def test_a_grammar_that_becomes_too_complex_fails_its_own_row(monkeypatch: pytes
     masks = masks_of(constraints, *sequences)
     assert list(masks.by_row) == [(1, 2)] and list(masks.failures) == [(5, 6)]
     failure = masks.failures[RowKey(5, 6)]
-    assert (failure.status, failure.param, failure.code) == (400, "guided_regex", "constraint_failed") and "too complex" in failure.message
+    assert (failure.status, failure.param, failure.code) == (
+        400,
+        "guided_regex",
+        "constraint_failed",
+    ) and "too complex" in failure.message
 
 
 def test_one_text_is_compiled_once_and_the_texts_that_are_kept_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -431,14 +511,21 @@ def test_a_short_text_is_little_work(text: str) -> None:
 @pytest.mark.parametrize("kind", ["regex", "lark", "json_schema"])
 def test_a_repetition_that_costs_too_much_is_refused_before_anything_runs(kind: Any) -> None:
     pattern = "(a{1000}){1000}"
-    text = {"regex": pattern, "lark": f"start: X\nX: /{pattern}/\n", "json_schema": json.dumps({"type": "string", "pattern": f"^{pattern}$"})}[kind]
+    text = {
+        "regex": pattern,
+        "lark": f"start: X\nX: /{pattern}/\n",
+        "json_schema": json.dumps({"type": "string", "pattern": f"^{pattern}$"}),
+    }[kind]
     with pytest.raises(Invalid, match="too many expressions"):
         check_grammar(Constraint(kind, text))
 
 
 def test_large_grammars_that_people_write_still_pass() -> None:
     names = [f"property_{number}" for number in range(600)]
-    schema = {"type": "object", "properties": {name: {"type": "string", "pattern": "^[a-z]{1,40}$", "maxLength": 200} for name in names}}
+    schema = {
+        "type": "object",
+        "properties": {name: {"type": "string", "pattern": "^[a-z]{1,40}$", "maxLength": 200} for name in names},
+    }
     for constraint in (
         Constraint("json_schema", json.dumps(schema)),
         Constraint("json_schema", json.dumps({"enum": [f"value number {number}" for number in range(8000)]})),

@@ -18,7 +18,10 @@ DEMO = open_model("demo")
 
 
 def settings(*flags: str) -> ComputeSettings:
-    return load_settings(ComputeSettings, ["--model", "demo", "--dtype", "bfloat16", "--kv-cache-memory", "16MiB", "--num-threads", "1", *flags])
+    return load_settings(
+        ComputeSettings,
+        ["--model", "demo", "--dtype", "bfloat16", "--kv-cache-memory", "16MiB", "--num-threads", "1", *flags],
+    )
 
 
 @pytest.mark.parametrize(
@@ -28,7 +31,7 @@ def settings(*flags: str) -> ComputeSettings:
         (["--draft-model", "demo"], "need each other"),
         (["--speculate", "auto", "--self-draft", "demo"], "is for --speculate self"),
     ],
-)  # fmt: skip
+)
 def test_settings_that_miss_each_other(flags: list[str], reason: str) -> None:
     with pytest.raises(StartupError, match=reason):
         settings(*flags)
@@ -36,8 +39,16 @@ def test_settings_that_miss_each_other(flags: list[str], reason: str) -> None:
 
 def test_a_tokenizer_of_other_tokens(tmp_path: Path) -> None:
     ours = Tokenizer.from_file(str(DEMO.folder / "tokenizer.json")).get_vocab(with_added_tokens=True)
-    Tokenizer(WordLevel({token: token_id + 1 for token, token_id in ours.items()} | {"new": 0}, unk_token="new")).save(str(tmp_path / "tokenizer.json"))
-    with pytest.raises(StartupError, match=f"^--draft-model other: its tokenizer does not fit that of {DEMO.name}: 0 of {len(ours)} tokens are the same$"):
+    Tokenizer(WordLevel({token: token_id + 1 for token, token_id in ours.items()} | {"new": 0}, unk_token="new")).save(
+        str(tmp_path / "tokenizer.json")
+    )
+    with pytest.raises(
+        StartupError,
+        match=(
+            f"^--draft-model other: its tokenizer does not fit that of {DEMO.name}: 0 of {len(ours)} tokens are the "
+            "same$"
+        ),
+    ):
         check_tokenizer("other", replace(DEMO, folder=tmp_path), DEMO)
     check_tokenizer("demo", DEMO, DEMO)
 
@@ -56,7 +67,8 @@ def test_another_model_does_not_draft_on_the_targets_cache(tmp_path: Path) -> No
 def test_the_caches_memory_is_divided() -> None:
     """A draft model of the target's shape takes half of the blocks; the target's own weights in four bits take none."""
     alone, itself, other = (
-        build_engine(settings(*flags), DEMO) for flags in ([], ["--speculate", "self"], ["--speculate", "auto,draft", "--draft-model", "demo"])
+        build_engine(settings(*flags), DEMO)
+        for flags in ([], ["--speculate", "self"], ["--speculate", "auto,draft", "--draft-model", "demo"])
     )
     assert [each.name for each in itself.proposers] == ["self"] and [each.name for each in other.proposers] == ["draft"]
     assert itself.scheduler.block_manager.num_blocks == alone.scheduler.block_manager.num_blocks

@@ -22,12 +22,21 @@ def test_native_draws_are_those_of_numpy(instruction_set: str) -> None:
     rng = np.random.default_rng(1)
     num_rows, width = 4_000, 80
     num_kept = rng.integers(1, width + 1, num_rows).astype(np.int32)
-    logits = -np.sort(-rng.normal(size=(num_rows, width)).astype(np.float32) * rng.choice([0.01, 1.0, 30.0], num_rows)[:, None].astype(np.float32), axis=1)
+    logits = -np.sort(
+        -rng.normal(size=(num_rows, width)).astype(np.float32)
+        * rng.choice([0.01, 1.0, 30.0], num_rows)[:, None].astype(np.float32),
+        axis=1,
+    )
     logits[np.arange(width) >= num_kept[:, None]] = -np.inf
     some = Draws(
-        logits, rng.integers(0, 1 << 31, (num_rows, width)).astype(np.int32), num_kept, np.where(rng.random(num_rows) < 0.5, rng.uniform(0, 9, num_rows), 0.0),
-        rng.choice([1e-3, 0.7, 1.0, 100.0], num_rows), rng.integers(0, 1 << 64, num_rows, dtype=np.uint64), rng.integers(1, 1 << 31, num_rows).astype(np.int32),
-    )  # fmt: skip
+        logits,
+        rng.integers(0, 1 << 31, (num_rows, width)).astype(np.int32),
+        num_kept,
+        np.where(rng.random(num_rows) < 0.5, rng.uniform(0, 9, num_rows), 0.0),
+        rng.choice([1e-3, 0.7, 1.0, 100.0], num_rows),
+        rng.integers(0, 1 << 64, num_rows, dtype=np.uint64),
+        rng.integers(1, 1 << 31, num_rows).astype(np.int32),
+    )
     columns = native(instruction_set).decide(some)
     assert columns.tolist() == decide(some).tolist()
     assert (columns == num_kept).any() and (columns > 20).any() and (columns == 0).any()
@@ -37,5 +46,9 @@ def test_native_draws_that_the_last_bits_decide(instruction_set: str) -> None:
     close = close_draws(50_000)
     columns = native(instruction_set).decide(close)
     assert columns.tolist() == decide(close).tolist()
-    other = decide(dataclasses.replace(close, temperatures=np.nextafter(close.temperatures, 0.0), tail_mass=np.nextafter(close.tail_mass, 0.0)))
+    other = decide(
+        dataclasses.replace(
+            close, temperatures=np.nextafter(close.temperatures, 0.0), tail_mass=np.nextafter(close.tail_mass, 0.0)
+        )
+    )
     assert (columns != other).mean() > 0.05, "one unit in the last place would not have been noticed"

@@ -1,4 +1,6 @@
-"""DRY penalizes what llama.cpp penalizes, token by token: its own way, with the Z algorithm over the reversed history, stands here as the reference."""
+"""DRY penalizes what llama.cpp penalizes, token by token: its own way, with the Z algorithm over
+the reversed history, stands here as the reference.
+"""
 
 import math
 
@@ -18,7 +20,8 @@ from tests.examples import examples
 SEARCH = choose_backend(torch.bfloat16, torch.device("cpu")).row_search
 
 
-def reference(history: list[int], params: DryParams, breakers: Breakers) -> dict[int, float]:  # noqa: C901 - it is another's
+# it is another's
+def reference(history: list[int], params: DryParams, breakers: Breakers) -> dict[int, float]:  # noqa: C901
     """Token → penalty."""
     size = len(history) if params.penalty_last_n == -1 else min(params.penalty_last_n, len(history))
     if size <= params.allowed_length:
@@ -68,7 +71,9 @@ def reference(history: list[int], params: DryParams, breakers: Breakers) -> dict
 
 
 histories = st.lists(st.integers(0, 3), max_size=60) | st.lists(st.integers(0, 12), max_size=60)
-breakers = st.dictionaries(st.integers(0, 12), st.lists(st.lists(st.integers(0, 3), max_size=2).map(tuple), min_size=1, max_size=3), max_size=3)
+breakers = st.dictionaries(
+    st.integers(0, 12), st.lists(st.lists(st.integers(0, 3), max_size=2).map(tuple), min_size=1, max_size=3), max_size=3
+)
 params = st.builds(
     DryParams,
     multiplier=st.sampled_from([0.5, 0.8, 3.0]),
@@ -104,7 +109,9 @@ def test_breakers_survive_their_packing(breakers: list[tuple[int, ...]]) -> None
 
 
 def test_a_row_loses_what_goes_on_with_a_repetition() -> None:
-    """… 1 2 3 … 1 2: the third would be 3. Not if a breaker stands before it; nor once the history is cut back to where nothing repeats."""
+    """… 1 2 3 … 1 2: the third would be 3. Not if a breaker stands before it; nor once the history
+    is cut back to where nothing repeats.
+    """
     logits = torch.zeros(1, 50)
     request = SamplingParams(temperature=0.0, logprobs=1, dry=DryParams(2.0, allowed_length=2))
     sequence = Sequence(Request(0, "r", request), Tokens([9, 1, 2, 3, 8, 1, 2], 5, num_undecided=1))

@@ -1,4 +1,6 @@
-"""Embeddings: transformers' hidden states, pooled; and the same bits alone, in chunks, in a batch, after a preemption, and beside a prefix cache."""
+"""Embeddings: transformers' hidden states, pooled; and the same bits alone, in chunks, in a batch,
+after a preemption, and beside a prefix cache.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -30,14 +32,30 @@ from tests.kernels.test_prompt_logprobs import random_prompts
 from tests.kernels.test_transformers_models import ONE_BY_ONE, RAGGED
 
 WAYS = ("mean", "last", "cls")
-SMALL: dict[str, Any] = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
+SMALL: dict[str, Any] = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 48,
+}
 ENCODERS: dict[str, PretrainedConfig] = {
     "bert": transformers.BertConfig(**SMALL, max_position_embeddings=48),
-    "roberta": transformers.RobertaConfig(**SMALL, max_position_embeddings=50, pad_token_id=1),  # whose positions begin at 2
-    "distilbert": transformers.DistilBertConfig(vocab_size=64, dim=32, n_layers=2, n_heads=4, hidden_dim=48, max_position_embeddings=48),
+    "roberta": transformers.RobertaConfig(
+        **SMALL, max_position_embeddings=50, pad_token_id=1
+    ),  # whose positions begin at 2
+    "distilbert": transformers.DistilBertConfig(
+        vocab_size=64, dim=32, n_layers=2, n_heads=4, hidden_dim=48, max_position_embeddings=48
+    ),
     "mpnet": transformers.MPNetConfig(**SMALL, max_position_embeddings=50),
     "modernbert": transformers.ModernBertConfig(
-        **SMALL, max_position_embeddings=48, pad_token_id=0, bos_token_id=1, eos_token_id=2, cls_token_id=1, sep_token_id=2
+        **SMALL,
+        max_position_embeddings=48,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+        cls_token_id=1,
+        sep_token_id=2,
     ),
 }
 
@@ -45,7 +63,8 @@ ENCODERS: dict[str, PretrainedConfig] = {
 def embed(scheduler: Scheduler, runner: ModelRunner, prompts: list[list[int]], asked: EmbeddingParams) -> list[Any]:
     """compute's loop without Redis: the vectors, in the order of the prompts."""
     sequences = [
-        Sequence(Request(number, str(number), SamplingParams(max_tokens=0), embedding=asked), Tokens(list(prompt))) for number, prompt in enumerate(prompts)
+        Sequence(Request(number, str(number), SamplingParams(max_tokens=0), embedding=asked), Tokens(list(prompt)))
+        for number, prompt in enumerate(prompts)
     ]
     for sequence in sequences:
         scheduler.add(sequence)
@@ -77,7 +96,10 @@ def pooled(states: torch.Tensor, pooling: str) -> Any:
     ],
 )
 def test_they_are_transformers_hidden_states_pooled(name: str, impl: str, tmp_path: Path) -> None:
-    reference, folder = reference_model(name, tmp_path, config=(RAGGED | ONE_BY_ONE).get(name)), DEMO_MODEL if name == "demo" else tmp_path
+    reference, folder = (
+        reference_model(name, tmp_path, config=(RAGGED | ONE_BY_ONE).get(name)),
+        DEMO_MODEL if name == "demo" else tmp_path,
+    )
     prompts = random_prompts()
     engine = Engine(folder, max_batched_tokens=70, model_impl=impl)
     for pooling in WAYS:
@@ -91,14 +113,19 @@ def test_they_are_transformers_hidden_states_pooled(name: str, impl: str, tmp_pa
 @pytest.mark.parametrize("quantization", ["none", "w8a8"])
 @pytest.mark.parametrize("pooling", ["mean", "last"])
 def test_bits_are_the_same_in_any_company(quantization: str, pooling: Any, tmp_path: Path) -> None:
-    """On the native kernels: alone; in a batch, in chunks of another size; with so few blocks that sequences are preempted; and, of the last token, on a
+    """On the native kernels: alone; in a batch, in chunks of another size; with so few blocks that
+    sequences are preempted; and, of the last token, on a
     prefix that was computed before."""
     reference_model("qwen3", tmp_path)
     kind: dict[str, Any] = {"dtype": torch.bfloat16, "quantization": quantization}
     prompts, asked = random_prompts(), EmbeddingParams(pooling)
     lone = Engine(tmp_path, **kind, max_batched_tokens=512)
     alone = [embed(lone.scheduler, lone.runner, [prompt], asked)[0].tobytes() for prompt in prompts]
-    for more in ({"max_batched_tokens": 70}, {"max_batched_tokens": 70, "num_blocks": 9, "strategy": "paged"}, {"max_batched_tokens": 64, "max_num_seqs": 3}):
+    for more in (
+        {"max_batched_tokens": 70},
+        {"max_batched_tokens": 70, "num_blocks": 9, "strategy": "paged"},
+        {"max_batched_tokens": 64, "max_num_seqs": 3},
+    ):
         crowd = Engine(tmp_path, **kind, **more)
         for _ in range(2):
             assert [vector.tobytes() for vector in embed(crowd.scheduler, crowd.runner, prompts, asked)] == alone, more
@@ -120,11 +147,18 @@ def encoder(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
 
 def save_word_tokenizer(folder: Path) -> None:
     """One that knows a few dozen words. [CLS] stands before a text, [SEP] after it and between two texts."""
-    vocab = {word: number for number, word in enumerate(["[PAD]", "[UNK]", "[CLS]", "[SEP]", *(f"w{number}" for number in range(60))])}
+    vocab = {
+        word: number
+        for number, word in enumerate(["[PAD]", "[UNK]", "[CLS]", "[SEP]", *(f"w{number}" for number in range(60))])
+    }
     tokenizer = Tokenizer(models.WordLevel(vocab, "[UNK]"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    tokenizer.post_processor = processors.TemplateProcessing("[CLS] $A [SEP]", "[CLS] $A [SEP] $B:1 [SEP]:1", special_tokens=[("[CLS]", 2), ("[SEP]", 3)])
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="[PAD]", unk_token="[UNK]", cls_token="[CLS]", sep_token="[SEP]").save_pretrained(folder)
+    tokenizer.post_processor = processors.TemplateProcessing(
+        "[CLS] $A [SEP]", "[CLS] $A [SEP] $B:1 [SEP]:1", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
+    )
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="[PAD]", unk_token="[UNK]", cls_token="[CLS]", sep_token="[SEP]"
+    ).save_pretrained(folder)
 
 
 def test_an_encoder_whose_weights_are_no_numbers_is_refused(encoder: Path) -> None:
@@ -134,14 +168,22 @@ def test_an_encoder_whose_weights_are_no_numbers_is_refused(encoder: Path) -> No
             tensor[0, 0] = float("nan")
     save_file(tensors, encoder / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(StartupError, match="its results are NaN or infinite"):
-        build_engine(ComputeSettings(model=str(encoder), dtype="float32", num_threads=1, max_num_seqs=4), open_model(str(encoder), weights=True))
+        build_engine(
+            ComputeSettings(model=str(encoder), dtype="float32", num_threads=1, max_num_seqs=4),
+            open_model(str(encoder), weights=True),
+        )
 
 
 def test_encoders_read_in_both_directions_and_alike_in_any_company(encoder: Path) -> None:
-    engine = build_engine(ComputeSettings(model=str(encoder), dtype="float32", num_threads=1, max_num_seqs=4), open_model(str(encoder), weights=True))
+    engine = build_engine(
+        ComputeSettings(model=str(encoder), dtype="float32", num_threads=1, max_num_seqs=4),
+        open_model(str(encoder), weights=True),
+    )
     assert engine.is_encoder and engine.pooling == "mean" and engine.max_model_len == 48
     generator = torch.Generator().manual_seed(5)
-    prompts = [torch.randint(4, 64, (length,), generator=generator).tolist() for length in (1, 2, 17, 48, 30, 48, 3, 48)]
+    prompts = [
+        torch.randint(4, 64, (length,), generator=generator).tolist() for length in (1, 2, 17, 48, 30, 48, 3, 48)
+    ]
     reference = transformers.AutoModel.from_pretrained(encoder, dtype=torch.float32)
     for pooling in WAYS:
         vectors = embed(engine.scheduler, engine.runner, prompts, EmbeddingParams(pooling))
@@ -149,23 +191,42 @@ def test_encoders_read_in_both_directions_and_alike_in_any_company(encoder: Path
             with torch.inference_mode():
                 states = reference(input_ids=torch.tensor([prompt])).last_hidden_state[0]
             np.testing.assert_allclose(vector, pooled(states, pooling), atol=1e-5)
-            assert embed(engine.scheduler, engine.runner, [prompt], EmbeddingParams(pooling))[0].tobytes() == vector.tobytes()
+            assert (
+                embed(engine.scheduler, engine.runner, [prompt], EmbeddingParams(pooling))[0].tobytes()
+                == vector.tobytes()
+            )
 
 
-@given(st.lists(st.integers(1, 5), min_size=1, max_size=6), st.sampled_from(WAYS), st.integers(0, 2**32 - 1), st.integers(1, 4) | st.none(), st.booleans())
-def test_any_chunks_make_the_same_vector(chunks: list[int], pooling: Any, seed: int, dimensions: int | None, is_normalized: bool) -> None:
+@given(
+    st.lists(st.integers(1, 5), min_size=1, max_size=6),
+    st.sampled_from(WAYS),
+    st.integers(0, 2**32 - 1),
+    st.integers(1, 4) | st.none(),
+    st.booleans(),
+)
+def test_any_chunks_make_the_same_vector(
+    chunks: list[int], pooling: Any, seed: int, dimensions: int | None, is_normalized: bool
+) -> None:
     asked = EmbeddingParams(pooling, dimensions, is_normalized)
     states = np.random.default_rng(seed).standard_normal((sum(chunks), 4), np.float32) * 1000
 
     def run(lengths: list[int]) -> bytes:
-        sequence = Sequence(Request(1, "1", SamplingParams(max_tokens=0), embedding=asked), Tokens([7] * sum(chunks), sum(chunks)))
+        sequence = Sequence(
+            Request(1, "1", SamplingParams(max_tokens=0), embedding=asked), Tokens([7] * sum(chunks), sum(chunks))
+        )
         first = 0
         found: dict[int, Any] = {}
         for length in lengths:
             part = sequence.pooled_tokens(first, first + length)
-            row = BatchRow(1, (7,) * length, first, (), pooled=range(part.start - first, part.stop - first) if part else part)
+            row = BatchRow(
+                1, (7,) * length, first, (), pooled=range(part.start - first, part.stop - first) if part else part
+            )
             assert not found
-            found, failures = pool(states[part.start : part.stop] if part else states[:0], ScheduledBatch((row,), 0), {1: sequence}.__getitem__)
+            found, failures = pool(
+                states[part.start : part.stop] if part else states[:0],
+                ScheduledBatch((row,), 0),
+                {1: sequence}.__getitem__,
+            )
             assert failures == {}
             first += length
         return bytes(found[1].tobytes())
@@ -173,13 +234,28 @@ def test_any_chunks_make_the_same_vector(chunks: list[int], pooling: Any, seed: 
     whole = run([sum(chunks)])
     assert run(chunks) == whole
     vector = np.frombuffer(whole, np.float32)
-    plain = {"mean": states.astype(np.float64).mean(0), "last": states[-1], "cls": states[0]}[pooling][:dimensions].astype(np.float64)
-    np.testing.assert_allclose(vector, plain / np.linalg.norm(plain) if is_normalized else plain, rtol=1e-5, atol=1e-5 * float(np.abs(plain).max()))
+    plain = {"mean": states.astype(np.float64).mean(0), "last": states[-1], "cls": states[0]}[pooling][
+        :dimensions
+    ].astype(np.float64)
+    np.testing.assert_allclose(
+        vector,
+        plain / np.linalg.norm(plain) if is_normalized else plain,
+        rtol=1e-5,
+        atol=1e-5 * float(np.abs(plain).max()),
+    )
 
 
 def test_numbers_that_are_none_fail_their_own_request() -> None:
     sequences = {
-        number: Sequence(Request(number, str(number), SamplingParams(max_tokens=0), embedding=EmbeddingParams("mean", is_normalized=False)), Tokens([7], 1))
+        number: Sequence(
+            Request(
+                number,
+                str(number),
+                SamplingParams(max_tokens=0),
+                embedding=EmbeddingParams("mean", is_normalized=False),
+            ),
+            Tokens([7], 1),
+        )
         for number in (1, 2)
     }
     rows = tuple(BatchRow(number, (7,), 0, (), pooled=range(1)) for number in sequences)

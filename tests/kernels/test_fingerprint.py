@@ -69,12 +69,20 @@ def test_contents_are_hashed_once(folder: Path) -> None:
     assert fingerprint_of(folder) == before
 
 
-def test_processes_that_start_at_once_hash_once_also_in_a_folder_that_is_read_only(folder: Path, tmp_path: Path) -> None:
+def test_processes_that_start_at_once_hash_once_also_in_a_folder_that_is_read_only(
+    folder: Path, tmp_path: Path
+) -> None:
     """Also as root, who may write into any folder: a folder of the hashes' name stands in the way."""
     (folder / HASHES).mkdir()
-    code = "import logging, sys; from services.compute.weights.fingerprint import content_hashes; from shared.model.files import open_model; "
+    code = (
+        "import logging, sys; from services.compute.weights.fingerprint import content_hashes; from "
+        "shared.model.files import open_model; "
+    )
     code += "logging.basicConfig(level='INFO'); print(content_hashes(open_model(sys.argv[1], weights=True)))"
-    command, environment = (sys.executable, "-c", code, str(folder)), os.environ | {"XDG_CACHE_HOME": str(tmp_path / "cache")}
+    command, environment = (
+        (sys.executable, "-c", code, str(folder)),
+        os.environ | {"XDG_CACHE_HOME": str(tmp_path / "cache")},
+    )
     pipe = subprocess.PIPE
     processes = [subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env=environment) for _ in range(2)]
     found = [process.communicate(timeout=120) for process in processes]
@@ -82,7 +90,9 @@ def test_processes_that_start_at_once_hash_once_also_in_a_folder_that_is_read_on
     assert sum(log.count("model files hashed") for _, log in found) == 1
 
 
-def test_hashes_in_the_cache_are_found_beside_old_ones_in_a_folder_that_is_read_only(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hashes_in_the_cache_are_found_beside_old_ones_in_a_folder_that_is_read_only(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     before = fingerprint_of(folder)
     (folder / HASHES).replace(_cached(folder))
@@ -103,7 +113,10 @@ def test_who_has_no_home_hashes_alone(folder: Path, monkeypatch: pytest.MonkeyPa
     assert fingerprint_of(folder) == before and (folder / HASHES).is_file()
 
 
-@pytest.mark.parametrize("broken", ["", "[]", "{", '{"model.safetensors": 3}', '{"model.safetensors": [[1]]}', '{"model.safetensors": [[1], 2]}'])
+@pytest.mark.parametrize(
+    "broken",
+    ["", "[]", "{", '{"model.safetensors": 3}', '{"model.safetensors": [[1]]}', '{"model.safetensors": [[1], 2]}'],
+)
 def test_a_broken_file_of_hashes_is_written_again(broken: str, folder: Path) -> None:
     before = fingerprint_of(folder)
     (folder / HASHES).write_text(broken)
@@ -130,7 +143,9 @@ def test_the_longest_sequence_counts_where_it_chooses_frequencies(folder: Path) 
     """A longrope model has other factors for long sequences, and the server's limit says which all get."""
     assert whole_of(folder, max_model_len=64) == whole_of(folder, max_model_len=128)
     config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"rope_scaling": {"type": "longrope", "short_factor": [1.0], "long_factor": [2.0]}}))
+    (folder / "config.json").write_text(
+        json.dumps(config | {"rope_scaling": {"type": "longrope", "short_factor": [1.0], "long_factor": [2.0]}})
+    )
     assert whole_of(folder, max_model_len=64).kv != whole_of(folder, max_model_len=128).kv
 
 

@@ -1,4 +1,6 @@
-"""Weights in the forms in which files hold them: packed as they are, they compute what the torch definition says, on every instruction set."""
+"""Weights in the forms in which files hold them: packed as they are, they compute what the torch
+definition says, on every instruction set.
+"""
 
 import json
 import logging
@@ -15,7 +17,17 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from services.compute.backends.cpu.linear import NativeLinear, is_packable
-from services.compute.backends.matrix import BLOCK, MAX_STEPS, Dense, Grouped, Int4Columns, Int8Columns, Joined, Matrix, concatenate
+from services.compute.backends.matrix import (
+    BLOCK,
+    MAX_STEPS,
+    Dense,
+    Grouped,
+    Int4Columns,
+    Int8Columns,
+    Joined,
+    Matrix,
+    concatenate,
+)
 from services.compute.backends.torch.linear import QuantizedTorchLinear, TorchLinear, TorchMlp
 from services.compute.backends.torch.reference import gated, quantize_groups, quantize_rows, rms_norm
 from services.compute.models.architectures import read_config
@@ -41,9 +53,14 @@ RESTORED = (
 )
 # bits, and the lowest code
 PLANES = {
-    "planes of 2, steps, minima": (2, 0), "planes of 3, steps": (3, -4), "planes of 4, steps, minima": (4, 0), "planes of 5": (5, -16),
-    "planes of 5, minima": (5, 0), "planes of 5, steps, minima": (5, 0), "planes of 6, steps": (6, -32),
-}  # fmt: skip
+    "planes of 2, steps, minima": (2, 0),
+    "planes of 3, steps": (3, -4),
+    "planes of 4, steps, minima": (4, 0),
+    "planes of 5": (5, -16),
+    "planes of 5, minima": (5, 0),
+    "planes of 5, steps, minima": (5, 0),
+    "planes of 6, steps": (6, -32),
+}
 FORMS = (*RESTORED, "four bits, steps", *PLANES)
 HALF_OF_BF16 = 2.0**-8
 
@@ -59,17 +76,32 @@ def held(form: str, n: int, k: int, group: int, seed: int = 0) -> Int8Columns | 
         return held_in_steps(form, n, k, group, generator)
     scales = (0.01 + 0.01 * torch.rand(groups, generator=generator)).half()
     if form == "int8 columns":
-        return Int8Columns(torch.randint(-128, 128, (n, k), dtype=torch.int8, generator=generator), scales[:, 0].float() + 1e-5)
+        return Int8Columns(
+            torch.randint(-128, 128, (n, k), dtype=torch.int8, generator=generator), scales[:, 0].float() + 1e-5
+        )
     zeros = torch.randint(-8, 8, groups, dtype=torch.int8, generator=generator) if "zeros" in form else None
     minima = torch.randn(groups, generator=generator).half() * 0.1 if "minima" in form else None
     if form.startswith("int8 groups"):
-        return Grouped(torch.randint(-128, 128, (n, k), dtype=torch.int8, generator=generator), scales, group, None, zeros, minima)
+        return Grouped(
+            torch.randint(-128, 128, (n, k), dtype=torch.int8, generator=generator), scales, group, None, zeros, minima
+        )
     if form in PLANES:
         bits, lowest = PLANES[form]
         codes = torch.randint(lowest, lowest + 2**bits, (n, k), dtype=torch.int8, generator=generator)
         return Grouped(codes, scales, group, None, None, minima, bits, lowest)
-    table = torch.randint(-128, 128, (16,), generator=generator) if form == "any table" else torch.arange(16) - (0 if minima is not None else 8)
-    return Grouped(torch.randint(0, 16, (n, k), dtype=torch.uint8, generator=generator), scales, group, table.to(torch.int8), zeros, minima)
+    table = (
+        torch.randint(-128, 128, (16,), generator=generator)
+        if form == "any table"
+        else torch.arange(16) - (0 if minima is not None else 8)
+    )
+    return Grouped(
+        torch.randint(0, 16, (n, k), dtype=torch.uint8, generator=generator),
+        scales,
+        group,
+        table.to(torch.int8),
+        zeros,
+        minima,
+    )
 
 
 def held_by_column(n: int, k: int, group: int, generator: torch.Generator) -> Int4Columns:
@@ -86,15 +118,20 @@ def held_in_steps(form: str, n: int, k: int, group: int, generator: torch.Genera
     blocks, groups = (n, -(-k // BLOCK)), (n, -(-k // group))
     bits, lowest = PLANES.get(form, (4, 0))
     table = torch.randint(-128, 128, (16,), generator=generator).to(torch.int8) if form not in PLANES else None
-    codes = torch.randint(lowest, lowest + 2**bits, (n, k), generator=generator).to(torch.int8 if table is None else torch.uint8)
+    codes = torch.randint(lowest, lowest + 2**bits, (n, k), generator=generator).to(
+        torch.int8 if table is None else torch.uint8
+    )
     steps, minimum_steps = (torch.randint(-128, 128, groups, dtype=torch.int8, generator=generator) for _ in range(2))
     scales = ((0.01 + 0.01 * torch.rand(blocks, generator=generator)) / 64).half()
     minima = (0.1 * torch.randn(blocks, generator=generator) / 64).half() if "minima" in form else None
-    return Grouped(codes, scales, group, table, None, minima, bits, lowest, steps, minimum_steps if minima is not None else None)
+    return Grouped(
+        codes, scales, group, table, None, minima, bits, lowest, steps, minimum_steps if minima is not None else None
+    )
 
 
 def largest_error(x: torch.Tensor, matrix: Int8Columns | Int4Columns | Grouped, exact: torch.Tensor) -> torch.Tensor:
-    """The most that a layer's result may differ from the exact product of x and the dequantized weights: half a step of int8 in each activation, the
+    """The most that a layer's result may differ from the exact product of x and the dequantized
+    weights: half a step of int8 in each activation, the
     result's rounding to bf16, and float32's in the sums."""
     group = matrix.group if isinstance(matrix, Grouped) else matrix.shape[1]
     weight = matrix.dequantize(torch.float64).abs()
@@ -112,27 +149,49 @@ def test_values_that_are_all_above_zero() -> None:
 
 @pytest.mark.parametrize("form", FORMS)
 @given(
-    rows=st.integers(1, 70), n=st.integers(1, 150), k=st.integers(1, 400), group=st.sampled_from([16, 32, 64, 128]), has_bias=st.booleans(),
-    has_residual=st.booleans(), seed=st.integers(0, 99),
-)  # fmt: skip
+    rows=st.integers(1, 70),
+    n=st.integers(1, 150),
+    k=st.integers(1, 400),
+    group=st.sampled_from([16, 32, 64, 128]),
+    has_bias=st.booleans(),
+    has_residual=st.booleans(),
+    seed=st.integers(0, 99),
+)
 @examples(30)
-def test_a_layer_of_any_form(form: str, rows: int, n: int, k: int, group: int, has_bias: bool, has_residual: bool, seed: int) -> None:
+def test_a_layer_of_any_form(
+    form: str, rows: int, n: int, k: int, group: int, has_bias: bool, has_residual: bool, seed: int
+) -> None:
     matrix, x = held(form, n, k, group, seed), randn(rows, k, seed=seed + 1)
     bias = randn(n, seed=seed + 2) if has_bias else None
     residual = randn(rows, n, seed=seed + 3) if has_residual else None
     layer = native_backend().make_linear(matrix, bias)
     found = layer(x, residual=residual)
-    expected = QuantizedTorchLinear(matrix, bias)(x.float(), residual=residual.float() if residual is not None else None)
+    expected = QuantizedTorchLinear(matrix, bias)(
+        x.float(), residual=residual.float() if residual is not None else None
+    )
     exact = x.double() @ matrix.dequantize(torch.float64).T
     for addend in (bias, residual):
         exact = exact + addend.double() if addend is not None else exact
     assert ((found.double() - exact).abs() <= largest_error(x, matrix, exact)).all()
-    assert torch.allclose(found.double(), expected.double(), rtol=HALF_OF_BF16, atol=1e-5 * float(exact.abs().max() + 1))
-    alone = torch.cat([layer(x[row : row + 1], residual=residual[row : row + 1] if residual is not None else None) for row in range(rows)])
+    assert torch.allclose(
+        found.double(), expected.double(), rtol=HALF_OF_BF16, atol=1e-5 * float(exact.abs().max() + 1)
+    )
+    alone = torch.cat(
+        [
+            layer(x[row : row + 1], residual=residual[row : row + 1] if residual is not None else None)
+            for row in range(rows)
+        ]
+    )
     assert torch.equal(found, alone)
 
 
-@given(rows=st.integers(1, 70), n=st.integers(1, 150), k=st.integers(1, 1200), group=st.sampled_from([32, 64, 128]), seed=st.integers(0, 99))
+@given(
+    rows=st.integers(1, 70),
+    n=st.integers(1, 150),
+    k=st.integers(1, 1200),
+    group=st.sampled_from([32, 64, 128]),
+    seed=st.integers(0, 99),
+)
 @examples(40)
 def test_four_bits_by_column_are_int8_by_column(rows: int, n: int, k: int, group: int, seed: int) -> None:
     """The same bits as of the int8 values that they stand for, however many rows there are."""
@@ -185,7 +244,9 @@ def test_activations_by_groups(rows: int, k: int, group: int, seed: int) -> None
     assert codes.shape == x.shape and scales.shape == (rows, -(-k // group))
     for number, part in enumerate(x.split(group, dim=1)):
         expected, of_part = quantize_rows(part)
-        assert torch.equal(codes[:, number * group : (number + 1) * group], expected) and torch.equal(scales[:, number], of_part)
+        assert torch.equal(codes[:, number * group : (number + 1) * group], expected) and torch.equal(
+            scales[:, number], of_part
+        )
 
 
 def test_an_outlier_costs_nothing_outside_its_group() -> None:
@@ -213,16 +274,25 @@ def test_parts_make_the_same_layer_again(form: str) -> None:
         for name in layer.parts.keys() - {"zeros", "minima"}:  # without those it is another form
             with pytest.raises(ValueError, match="its parts have other shapes"):
                 backend.restore_linear(
-                    {other: part for other, part in layer.parts.items() if other != name}, n, k, is_gated=is_gated, has_bias=True, activation="silu"
+                    {other: part for other, part in layer.parts.items() if other != name},
+                    n,
+                    k,
+                    is_gated=is_gated,
+                    has_bias=True,
+                    activation="silu",
                 )
         for other_n, other_k, has_bias in ((n + 64, k, True), (n, k + 128, True), (n, k, False)):
             with pytest.raises(ValueError, match="its parts have other shapes"):
-                backend.restore_linear(layer.parts, other_n, other_k, is_gated=is_gated, has_bias=has_bias, activation="silu")
+                backend.restore_linear(
+                    layer.parts, other_n, other_k, is_gated=is_gated, has_bias=has_bias, activation="silu"
+                )
 
 
 def of_sixteen(n: int, k: int) -> Grouped:
     """Four bits with a table, in groups of 16."""
-    return Grouped(torch.zeros(n, k, dtype=torch.uint8), torch.ones(n, k // 16).half(), 16, torch.arange(16, dtype=torch.int8))
+    return Grouped(
+        torch.zeros(n, k, dtype=torch.uint8), torch.ones(n, k // 16).half(), 16, torch.arange(16, dtype=torch.int8)
+    )
 
 
 def unpackable() -> dict[str, Matrix]:
@@ -257,16 +327,19 @@ def test_what_is_quantized_already_keeps_its_form() -> None:
         kept = native_backend().make_linear(matrix, quantization="w4", group=32)
         assert isinstance(kept, NativeLinear) and torch.equal(kept(x), native_backend().make_linear(matrix)(x)), form
         exact = FLOAT32.make_linear(matrix)
-        assert isinstance(exact, TorchLinear) and error(exact(x.float()), x.float() @ matrix.dequantize(torch.float32).T) < 1e-6, (
-            form
-        )  # torch rounds by the number of rows
+        assert (
+            isinstance(exact, TorchLinear)
+            and error(exact(x.float()), x.float() @ matrix.dequantize(torch.float32).T) < 1e-6
+        ), form  # torch rounds by the number of rows
 
 
 def test_scales_in_float32_that_float16_holds_are_packed() -> None:
     matrix = held("four bits, minima", 40, 128, 64)
     assert isinstance(matrix, Grouped) and matrix.minima is not None
     wide, x = replace(matrix, scales=matrix.scales.float(), minima=matrix.minima.float()), randn(5, 128)
-    assert is_packable(wide) and torch.equal(native_backend().make_linear(wide)(x), native_backend().make_linear(matrix)(x))
+    assert is_packable(wide) and torch.equal(
+        native_backend().make_linear(wide)(x), native_backend().make_linear(matrix)(x)
+    )
 
 
 @pytest.mark.parametrize(
@@ -287,7 +360,11 @@ def test_parts_that_do_not_fit_are_refused(part: str, other: torch.Tensor) -> No
     with pytest.raises(ValueError, match="not int8 by column"):
         Int8Columns(torch.zeros(4, 8, dtype=torch.int8), torch.ones(5))
     by_column = held("four bits by column", 4, 128, 64)
-    for name, wrong in {"scales": torch.ones(5), "zeros": torch.zeros(4, 1, dtype=torch.int8), "steps": torch.ones(4, 3, dtype=torch.int8)}.items():
+    for name, wrong in {
+        "scales": torch.ones(5),
+        "zeros": torch.zeros(4, 1, dtype=torch.int8),
+        "steps": torch.ones(4, 3, dtype=torch.int8),
+    }.items():
         with pytest.raises(ValueError, match="not 4 bits by column in groups of 64"):
             replace(by_column, **{name: wrong})
 
@@ -316,7 +393,9 @@ class Held:
 
 def test_the_log_says_once_what_was_widened(caplog: pytest.LogCaptureFixture) -> None:
     config = read_config(json.loads((DEMO_MODEL / "config.json").read_text()))
-    loader = Loader(Held({"v_proj": "four bits/16", "down_proj": "four bits/256"}), config, native_backend(), Packed("none", 64))
+    loader = Loader(
+        Held({"v_proj": "four bits/16", "down_proj": "four bits/256"}), config, native_backend(), Packed("none", 64)
+    )
     for number in range(3):
         prefix = f"layers.{number}."
         loader.linear(prefix + "qkv.", [f"{prefix}{name}_proj." for name in "qkv"], [(32, 64)] * 3, has_bias=False)
@@ -326,7 +405,10 @@ def test_the_log_says_once_what_was_widened(caplog: pytest.LogCaptureFixture) ->
         loader.report()
     expected = {"3 of 4 bits in groups of 16", "3 of 4 bits in groups of 64", "3 of 4 bits in groups of 256"}
     [line] = [record.getMessage() for record in caplog.records]
-    assert line.startswith("layers are widened to bfloat16") and set(line.split("layers='")[1].rstrip("'").split("; ")) == expected
+    assert (
+        line.startswith("layers are widened to bfloat16")
+        and set(line.split("layers='")[1].rstrip("'").split("; ")) == expected
+    )
 
 
 def test_alike_matrices_are_joined() -> None:
@@ -336,7 +418,9 @@ def test_alike_matrices_are_joined() -> None:
             parts = [replace(part, table=parts[0].table) for part in parts if isinstance(part, Grouped)]
         joined = concatenate(parts, torch.bfloat16)
         assert type(joined) is type(parts[0])
-        assert torch.equal(joined.dequantize(torch.float64), torch.cat([part.dequantize(torch.float64) for part in parts]))
+        assert torch.equal(
+            joined.dequantize(torch.float64), torch.cat([part.dequantize(torch.float64) for part in parts])
+        )
     mixed = [held("four bits", 3, 96, 32), held("four bits", 5, 96, 32), held("four bits, minima", 3, 96, 32)]
     both = concatenate(mixed, torch.bfloat16)
     assert isinstance(both, Joined) and [each.shape[0] for each in both.parts] == [8, 3]
@@ -346,13 +430,20 @@ def test_alike_matrices_are_joined() -> None:
 @pytest.mark.parametrize("rows", [1, 9, 300])
 def test_matrices_of_different_forms_are_one_layer(rows: int) -> None:
     """The same bits as layers of their own, whose outputs are put side by side."""
-    matrices = [held("planes of 4, steps, minima", 96, 300, 32), held("four bits, minima", 33, 300, 64), held("planes of 6, steps", 31, 300, 16)]
+    matrices = [
+        held("planes of 4, steps, minima", 96, 300, 32),
+        held("four bits, minima", 33, 300, 64),
+        held("planes of 6, steps", 31, 300, 16),
+    ]
     backend, x, residual, bias = native_backend(), randn(rows, 300), randn(rows, 160, seed=1), randn(160, seed=2)
     norm = (1 + randn(300, seed=3) * 0.1).bfloat16()
     joined = concatenate(matrices, torch.bfloat16)
     found = backend.make_linear(joined, bias)(x, norm=norm, eps=EPS, residual=residual)
     parts = zip(matrices, bias.split([96, 33, 31]), residual.split([96, 33, 31], 1), strict=True)
-    apart = [backend.make_linear(matrix, some)(x, norm=norm, eps=EPS, residual=rest.contiguous()) for matrix, some, rest in parts]
+    apart = [
+        backend.make_linear(matrix, some)(x, norm=norm, eps=EPS, residual=rest.contiguous())
+        for matrix, some, rest in parts
+    ]
     assert backend.is_kept(joined) and torch.equal(found, torch.cat(apart, 1))
     logits = backend.make_linear(joined).logits(x)
     assert torch.equal(logits, torch.cat([backend.make_linear(matrix).logits(x) for matrix in matrices], 1))
@@ -361,7 +452,11 @@ def test_matrices_of_different_forms_are_one_layer(rows: int) -> None:
 @pytest.mark.parametrize("activation", ["silu", "gelu_tanh", "clamped_swiglu"])
 def test_a_gate_of_another_form(activation: str) -> None:
     for rows, inter in product((1, 9, 40), (41, 48, 232)):
-        gate, up, down = held("planes of 5", inter, 300, 32), held("int8 groups", inter, 300, 32, seed=1), held("planes of 6, steps", 300, inter, 16)
+        gate, up, down = (
+            held("planes of 5", inter, 300, 32),
+            held("int8 groups", inter, 300, 32, seed=1),
+            held("planes of 6, steps", 300, inter, 16),
+        )
         backend, x, norm = native_backend(), randn(rows, 300), (1 + randn(300, seed=3) * 0.1).bfloat16()
         gate_up = backend.make_linear(Joined((gate, up)), is_gated=True, activation=activation)
         hidden = gate_up(x, norm=norm, eps=EPS)
@@ -381,7 +476,11 @@ def test_widening_a_matrix_takes_little_beside_the_matrix() -> None:
 
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             found = func(*args, **(kwargs or {}))
-            if isinstance(found, torch.Tensor) and found.dtype == torch.float32 and func is not torch.ops.aten.empty.memory_format:
+            if (
+                isinstance(found, torch.Tensor)
+                and found.dtype == torch.float32
+                and func is not torch.ops.aten.empty.memory_format
+            ):
                 self.numel = max(self.numel, found.numel())
             return found
 

@@ -1,4 +1,6 @@
-"""GGUF files against transformers on what their blocks mean: token for token, and logits to 1e-4; and what is wrong with a file, in one line."""
+"""GGUF files against transformers on what their blocks mean: token for token, and logits to 1e-4;
+and what is wrong with a file, in one line.
+"""
 
 import json
 from pathlib import Path
@@ -50,29 +52,71 @@ KINDS = [*FLOATS, *HALVES, Kind.MXFP4]
 NUM_TOKENS = 40
 
 SPECIAL = SIZES | {"num_hidden_layers": 7, "max_position_embeddings": 512}
-MOE = SIZES | {"num_attention_heads": 2, "num_key_value_heads": 1, "num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 40}
+MOE = SIZES | {
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "num_experts": 6,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 40,
+}
 FACTORS = [1.0 + number / 4 for number in range(6)]
 FAMILIES: dict[str, PretrainedConfig] = {
-    **{name: CONFIGS[name] for name in ("llama2", "llama3", "llama-linear", "mistral", "mistral-window", "qwen2", "qwen2-yarn", "qwen3")},
-    **{name: CONFIGS[name] for name in ("mixtral", "qwen3-moe", "gemma", "olmo2", "olmo3", "exaone4", "exaone4-full", "seed-oss")},
+    **{
+        name: CONFIGS[name]
+        for name in ("llama2", "llama3", "llama-linear", "mistral", "mistral-window", "qwen2", "qwen2-yarn", "qwen3")
+    },
+    **{
+        name: CONFIGS[name]
+        for name in ("mixtral", "qwen3-moe", "gemma", "olmo2", "olmo3", "exaone4", "exaone4-full", "seed-oss")
+    },
     "qwen2-moe": Qwen2MoeConfig(**MOE | {"shared_expert_intermediate_size": 72}),
     "gpt-oss": CONFIGS["gpt-oss"],
     "phi3-window": CONFIGS["phi3"],
-    "phi4": Phi3Config(**SIZES, sliding_window=None, rope_parameters={"rope_type": "default", "rope_theta": 250000.0, "partial_rotary_factor": 0.75}),
-    "granite": GraniteConfig(  # whose heads are as wide as heads and width say
-        **SIZES, embedding_multiplier=3.0, residual_multiplier=0.4, attention_multiplier=0.3, logits_scaling=2.5, attention_bias=True, tie_word_embeddings=True
+    "phi4": Phi3Config(
+        **SIZES,
+        sliding_window=None,
+        rope_parameters={"rope_type": "default", "rope_theta": 250000.0, "partial_rotary_factor": 0.75},
     ),
-    "smollm3": SmolLM3Config(**SIZES | {"num_hidden_layers": 5}, tie_word_embeddings=True),  # the fourth does not rotate
-    "phi3": Phi3Config(**SPECIAL, sliding_window=24, original_max_position_embeddings=128, rope_parameters={
-        "rope_type": "longrope", "rope_theta": 10000.0, "long_factor": FACTORS, "short_factor": FACTORS[::-1], "partial_rotary_factor": 0.75,
-        "original_max_position_embeddings": 128,
-    }),
-    "gemma2": Gemma2Config(**SPECIAL, head_dim=32, query_pre_attn_scalar=32, sliding_window=24, tie_word_embeddings=True),
-    "gemma3": Gemma3TextConfig(**SPECIAL, head_dim=32, query_pre_attn_scalar=32, sliding_window=24, tie_word_embeddings=True, rope_parameters={
-        "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
-        "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1000000.0},
-    }),
-}  # fmt: skip
+    "granite": GraniteConfig(  # whose heads are as wide as heads and width say
+        **SIZES,
+        embedding_multiplier=3.0,
+        residual_multiplier=0.4,
+        attention_multiplier=0.3,
+        logits_scaling=2.5,
+        attention_bias=True,
+        tie_word_embeddings=True,
+    ),
+    "smollm3": SmolLM3Config(
+        **SIZES | {"num_hidden_layers": 5}, tie_word_embeddings=True
+    ),  # the fourth does not rotate
+    "phi3": Phi3Config(
+        **SPECIAL,
+        sliding_window=24,
+        original_max_position_embeddings=128,
+        rope_parameters={
+            "rope_type": "longrope",
+            "rope_theta": 10000.0,
+            "long_factor": FACTORS,
+            "short_factor": FACTORS[::-1],
+            "partial_rotary_factor": 0.75,
+            "original_max_position_embeddings": 128,
+        },
+    ),
+    "gemma2": Gemma2Config(
+        **SPECIAL, head_dim=32, query_pre_attn_scalar=32, sliding_window=24, tie_word_embeddings=True
+    ),
+    "gemma3": Gemma3TextConfig(
+        **SPECIAL,
+        head_dim=32,
+        query_pre_attn_scalar=32,
+        sliding_window=24,
+        tie_word_embeddings=True,
+        rope_parameters={
+            "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+            "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1000000.0},
+        },
+    ),
+}
 
 
 @pytest.fixture(autouse=True)
@@ -100,7 +144,9 @@ def test_every_type_means_what_the_gguf_package_says(kind: Kind, tmp_path: Path)
 
 
 @pytest.mark.sampled(4)
-@pytest.mark.parametrize("name", sorted(FAMILIES.keys() - {"phi3"}))  # whose two lists of factors are for prompts of different lengths
+@pytest.mark.parametrize(
+    "name", sorted(FAMILIES.keys() - {"phi3"})
+)  # whose two lists of factors are for prompts of different lengths
 def test_every_family_is_read_as_it_was(name: str, tmp_path: Path) -> None:
     model = random_model(FAMILIES[name])
     check_against(model, Writer(model, tmp_path / "model.gguf").write(Kind.F32), num_prompts=5)
@@ -109,7 +155,11 @@ def test_every_family_is_read_as_it_was(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", [Kind.F16, Kind.Q8_0, Kind.Q4_K, Kind.IQ4_NL, Kind.MXFP4], ids=lambda kind: kind.name)
 def test_experts_are_cut_out_of_the_tensor_of_all(kind: Kind, tmp_path: Path) -> None:
     """In float32 the answers are transformers'; in bfloat16 each expert has its own blocks, kept or not."""
-    model = random_model(Qwen3MoeConfig(**WIDE, head_dim=64, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=256, norm_topk_prob=True))
+    model = random_model(
+        Qwen3MoeConfig(
+            **WIDE, head_dim=64, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=256, norm_topk_prob=True
+        )
+    )
     path = Writer(model, tmp_path / "model.gguf").write(kind)
     check_against(model, path)
     source, mlp = GgufSource(path, torch.bfloat16, CPU), model.model.layers[1].mlp
@@ -119,27 +169,35 @@ def test_experts_are_cut_out_of_the_tensor_of_all(kind: Kind, tmp_path: Path) ->
             matrix = source.matrix(f"model.layers.1.mlp.experts.{number}.{which}_proj.", (256, 256))
             assert isinstance(matrix, Grouped) == (kind in FORMATS)
             torch.testing.assert_close(matrix.dequantize(torch.float32), weight, atol=0.002, rtol=0.01)
-    with pytest.raises(StartupError, match=r"blk.0.ffn_up_exps.weight has the shape \(4, 256, 256\), the metadata says \(4, 128, 256\)"):
+    with pytest.raises(
+        StartupError, match=r"blk.0.ffn_up_exps.weight has the shape \(4, 256, 256\), the metadata says \(4, 128, 256\)"
+    ):
         source.matrix("model.layers.0.mlp.experts.0.up_proj.", (128, 256))
     source.close()
 
 
 def test_experts_whose_gates_and_ups_are_one_tensor_and_gates_of_one_row(tmp_path: Path) -> None:
     model = random_model(FAMILIES["qwen2-moe"])
-    check_against(model, Writer(model, tmp_path / "model.gguf", has_fused_experts=True, is_squeezed=True).write(Kind.F32))
+    check_against(
+        model, Writer(model, tmp_path / "model.gguf", has_fused_experts=True, is_squeezed=True).write(Kind.F32)
+    )
 
 
 @pytest.mark.parametrize("kind", FORMATS, ids=lambda kind: kind.name)
 def test_blocks_are_kept_as_they_are(kind: Kind) -> None:
     data = random_blocks(24, 512, kind, seed=1)
     grouped = to_grouped(torch.from_numpy(data), kind, GGML_QUANT_SIZES[kind][1])
-    assert grouped.codes.shape == (24, 512) and torch.equal(grouped.dequantize(torch.float32), torch.from_numpy(gguf.dequantize(data, kind)))
+    assert grouped.codes.shape == (24, 512) and torch.equal(
+        grouped.dequantize(torch.float32), torch.from_numpy(gguf.dequantize(data, kind))
+    )
     assert is_packable(grouped)
 
 
 @pytest.mark.parametrize("kind", FORMATS, ids=lambda kind: kind.name)
 def test_a_layer_of_each_type_multiplies_by_what_the_file_means(kind: Kind, instruction_set: str) -> None:
-    """Within half a step of int8 in each activation, and bfloat16's rounding; and a row's bits are the same in any company."""
+    """Within half a step of int8 in each activation, and bfloat16's rounding; and a row's bits are
+    the same in any company.
+    """
     data, x = random_blocks(70, 512, kind, seed=2), randn(37, 512)
     grouped = to_grouped(torch.from_numpy(data), kind, GGML_QUANT_SIZES[kind][1])
     exact = x.double() @ torch.from_numpy(gguf.dequantize(data, kind)).double().T
@@ -172,12 +230,21 @@ def test_powers_of_two_beyond_float16_are_not_kept() -> None:
 def test_the_form_of_a_matrix_follows_the_type_and_the_dtype(tmp_path: Path) -> None:
     model = random_model(LlamaConfig(**WIDE, tie_word_embeddings=True))
     shape = (WIDE["intermediate_size"], WIDE["hidden_size"])
-    for kind, dtype, expected in ((Kind.Q4_1, torch.float32, Dense), (Kind.Q4_1, torch.bfloat16, Grouped), (Kind.Q4_K, torch.bfloat16, Grouped),
-                                  (Kind.Q6_K, torch.bfloat16, Grouped), (Kind.IQ3_S, torch.bfloat16, Dense), (Kind.F16, torch.bfloat16, Dense)):  # fmt: skip
+    for kind, dtype, expected in (
+        (Kind.Q4_1, torch.float32, Dense),
+        (Kind.Q4_1, torch.bfloat16, Grouped),
+        (Kind.Q4_K, torch.bfloat16, Grouped),
+        (Kind.Q6_K, torch.bfloat16, Grouped),
+        (Kind.IQ3_S, torch.bfloat16, Dense),
+        (Kind.F16, torch.bfloat16, Dense),
+    ):
         source = GgufSource(Writer(model, tmp_path / f"{kind.name}.gguf").write(kind), dtype, CPU)
         assert isinstance(source.matrix("model.layers.0.mlp.up_proj.", shape), expected)
         shape_of_embedding = (WIDE["vocab_size"], WIDE["hidden_size"])
-        embedding, dense = source.embedding(shape_of_embedding), source.dense("model.embed_tokens.weight", shape_of_embedding)
+        embedding, dense = (
+            source.embedding(shape_of_embedding),
+            source.dense("model.embed_tokens.weight", shape_of_embedding),
+        )
         assert isinstance(source.tied_head(embedding, shape_of_embedding), expected)
         assert isinstance(embedding, torch.Tensor if expected is Dense else GgufRows)
         source.close()
@@ -186,7 +253,9 @@ def test_the_form_of_a_matrix_follows_the_type_and_the_dtype(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("kind", [Kind.Q4_K, Kind.IQ3_S, Kind.F16], ids=lambda kind: kind.name)
-def test_only_what_is_dequantized_anyway_is_quantized_anew(kind: Kind, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_only_what_is_dequantized_anyway_is_quantized_anew(
+    kind: Kind, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = Writer(random_model(LlamaConfig(**WIDE)), tmp_path / "model.gguf").write(kind)
     command = ["quantize", str(path), str(tmp_path / "out"), "--quantization", "w8a8"]
     if kind == Kind.Q4_K:
@@ -207,7 +276,13 @@ def test_the_quality_bench_measures_a_file_in_the_modes_that_it_has(
     monkeypatch.setattr("sys.argv", ["quality", "--model", str(path), "--tokens", "256", "--format-tokens", "256"])
     quality.main()
     result = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert list(result["modes"]) == ["bf16", "float32", "bf16, KV int8 by 64", "bf16, KV int8 by 8", "activations in bf16"]
+    assert list(result["modes"]) == [
+        "bf16",
+        "float32",
+        "bf16, KV int8 by 64",
+        "bf16, KV int8 by 8",
+        "activations in bf16",
+    ]
     assert result["modes"]["bf16"]["agreement"] == 1.0
     assert set(result["fp8_over_int8"]) == {"qkv", "output", "gate and up", "down", "LM head"}
 
@@ -223,19 +298,42 @@ def test_all_parts_of_a_matrix_are_on_the_models_device(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_the_configuration_is_the_one_that_was_written(name: str, tmp_path: Path) -> None:
-    """All fields of transformers' own config.json, but for Llama 3's rope, which the file has as numbers: there the frequencies are the same."""
+    """All fields of transformers' own config.json, but for Llama 3's rope, which the file has as
+    numbers: there the frequencies are the same.
+    """
     config = FAMILIES[name]
     path = Writer(random_model(config), tmp_path / "model.gguf").write(Kind.F32)
     found, expected = open_model(str(path)).config, config.to_dict()
-    ours = {"architectures", "dtype", "bos_token_id", "pad_token_id", "rope_parameters", "mlp_bias", "hidden_act", "attention_bias", "head_dim"}
+    ours = {
+        "architectures",
+        "dtype",
+        "bos_token_id",
+        "pad_token_id",
+        "rope_parameters",
+        "mlp_bias",
+        "hidden_act",
+        "attention_bias",
+        "head_dim",
+    }
     ours |= {
         "attention_out_bias",
         "partial_rotary_factor",
     }  # no config.json has the first, and the second is one which transformers keeps among the rope parameters
     ours |= {"model_type"} if name == "mistral" else set()  # without a window it is a Llama
-    ours |= {"mlp_only_layers", "decoder_sparse_step", "num_experts", "qkv_bias", "no_rope_layers", "logits_scaling"}  # of some, and compared as answers
-    ours |= {"original_max_position_embeddings"} if name in ("phi3-window", "phi4") else set()  # which count in longrope only
-    assert {key: value for key, value in found.items() if key not in ours} == {key: expected[key] for key in found if key not in ours}
+    ours |= {
+        "mlp_only_layers",
+        "decoder_sparse_step",
+        "num_experts",
+        "qkv_bias",
+        "no_rope_layers",
+        "logits_scaling",
+    }  # of some, and compared as answers
+    ours |= (
+        {"original_max_position_embeddings"} if name in ("phi3-window", "phi4") else set()
+    )  # which count in longrope only
+    assert {key: value for key, value in found.items() if key not in ours} == {
+        key: expected[key] for key in found if key not in ours
+    }
     for key in ("hidden_act", "attention_bias", "mlp_bias", "head_dim"):
         assert found.get(key) == expected.get(key, found.get(key))
     assert found["eos_token_id"] == 1 and found["dtype"] == "float32"
@@ -276,7 +374,9 @@ def test_biases_are_read_where_the_file_has_them_or_the_file_is_refused(biases: 
         for each in "qkvo":
             if each not in biases:  # a bias of zeros is the same as none
                 torch.nn.init.zeros_(getattr(layer.self_attn, f"{each}_proj").bias)
-    left_out = [name for name, parameter in model.named_parameters() if name.endswith(".bias") and not bool(parameter.any())]
+    left_out = [
+        name for name, parameter in model.named_parameters() if name.endswith(".bias") and not bool(parameter.any())
+    ]
     path = Writer(model, tmp_path / "model.gguf", frozenset(left_out)).write(Kind.F32)
     if biases == "k":
         with pytest.raises(StartupError, match="blk.0.attn_k.bias and 1 more belong to no layer that Penstock knows"):
@@ -304,7 +404,9 @@ def test_a_broken_file_is_one_line(data: st.DataObject, small_file: bytes, tmp_p
     head = small_file.index(b"blk.0.") + 3000
     for _ in range(data.draw(st.integers(0, 3))):
         at = data.draw(st.integers(0, head))
-        new = data.draw(st.binary(min_size=1, max_size=8) | st.sampled_from([b"\xff" * 8, b"\0" * 8, (2**62).to_bytes(8, "little")]))
+        new = data.draw(
+            st.binary(min_size=1, max_size=8) | st.sampled_from([b"\xff" * 8, b"\0" * 8, (2**62).to_bytes(8, "little")])
+        )
         changed[at : at + len(new)] = new
     cut = data.draw(st.just(len(changed)) | st.integers(0, len(changed)))
     path = tmp_path / "model.gguf"
@@ -332,12 +434,16 @@ def test_what_is_wrong_is_named(small_file: bytes, tmp_path: Path) -> None:
     refused(small_file.replace(b"GGUF\x03\0\0\0", b"GGUF\0\0\0\x03"), "big-endian")
     refused(small_file.replace(b"gpt-2", b"gpt-9"), "pre-tokenizer 'gpt-9'")
     at = small_file.index(b"block_count") + len(b"block_count") + 4
-    refused(small_file[:at] + b"\xff" * 4 + small_file[at + 4 :], "block_count is 4294967295; at most 4096 layers are read")
+    refused(
+        small_file[:at] + b"\xff" * 4 + small_file[at + 4 :], "block_count is 4294967295; at most 4096 layers are read"
+    )
     name = b"blk.1.ffn_up.weight"
     at = small_file.index(name) + len(name) + 4 + 16
     refused(small_file[:at] + (77).to_bytes(4, "little") + small_file[at + 4 :], "unknown type, number 77")
     refused(small_file[: at + 4] + (2**40).to_bytes(8, "little") + small_file[at + 12 :], "beyond the end of the file")
-    refused(small_file[: at - 16] + (2**40).to_bytes(8, "little") + small_file[at - 8 :], "is it complete|has the shape")
+    refused(
+        small_file[: at - 16] + (2**40).to_bytes(8, "little") + small_file[at - 8 :], "is it complete|has the shape"
+    )
     place = at + 4
     offset = int.from_bytes(small_file[place : place + 8], "little")
     for wrong, message in (

@@ -1,4 +1,5 @@
-"""GGUF files that run on transformers' modules: token for token what the library computes of the weights that the blocks mean, in float32; in bfloat16 by
+"""GGUF files that run on transformers' modules: token for token what the library computes of the
+weights that the blocks mean, in float32; in bfloat16 by
 the kernels, from the file's own blocks."""
 
 from pathlib import Path
@@ -22,39 +23,91 @@ from tests.kernels.test_models import prompts
 
 WIDE = {**SIZES, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3}
 MLA = WIDE | {
-    "num_key_value_heads": 4, "kv_lora_rank": 32, "qk_rope_head_dim": 16, "qk_nope_head_dim": 32, "v_head_dim": 64, "n_routed_experts": 8,
-    "num_experts_per_tok": 3, "moe_intermediate_size": 32, "n_shared_experts": 2, "first_k_dense_replace": 1, "routed_scaling_factor": 1.5,
-}  # fmt: skip
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 32,
+    "qk_rope_head_dim": 16,
+    "qk_nope_head_dim": 32,
+    "v_head_dim": 64,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 32,
+    "n_shared_experts": 2,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 1.5,
+}
 YARN = {
-    "rope_type": "yarn", "factor": 4.0, "rope_theta": 10000.0, "original_max_position_embeddings": 128, "mscale": 0.7, "mscale_all_dim": 0.7, "beta_fast": 32,
+    "rope_type": "yarn",
+    "factor": 4.0,
+    "rope_theta": 10000.0,
+    "original_max_position_embeddings": 128,
+    "mscale": 0.7,
+    "mscale_all_dim": 0.7,
+    "beta_fast": 32,
     "beta_slow": 1,
-}  # fmt: skip
+}
 KINDS_OF_LAYERS = ["sliding_attention", "sliding_attention", "full_attention"] * 2
 SPARSITY = [0.9, 0.9, 0.0, 0.0, 0.0, 0.0]
 CONFIGS: dict[str, PretrainedConfig] = {
     "deepseek-v2-lite": transformers.DeepseekV2Config(**MLA, q_lora_rank=None, rope_parameters=dict(YARN)),
-    "deepseek-v2": transformers.DeepseekV2Config(**MLA, q_lora_rank=32, n_group=4, topk_group=2, topk_method="group_limited_greedy"),
-    "deepseek-v3": transformers.DeepseekV3Config(**MLA, q_lora_rank=32, n_group=4, topk_group=2, norm_topk_prob=True, rope_parameters=dict(YARN)),
-    "gemma3n": transformers.Gemma3nTextConfig(
-        **WIDE | {"num_hidden_layers": 6}, vocab_size_per_layer_input=SIZES["vocab_size"], hidden_size_per_layer_input=32, head_dim=32, sliding_window=24,
-        num_kv_shared_layers=2, laurel_rank=32, layer_types=KINDS_OF_LAYERS, activation_sparsity_pattern=SPARSITY,
+    "deepseek-v2": transformers.DeepseekV2Config(
+        **MLA, q_lora_rank=32, n_group=4, topk_group=2, topk_method="group_limited_greedy"
     ),
-    "glm4": transformers.Glm4Config(**WIDE, head_dim=16, attention_bias=True, rope_parameters={
-        "rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5,
-    }),
-    "glm4-all": transformers.Glm4Config(**WIDE, head_dim=16, attention_bias=False, rope_parameters={
-        "rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 1.0,
-    }),
+    "deepseek-v3": transformers.DeepseekV3Config(
+        **MLA, q_lora_rank=32, n_group=4, topk_group=2, norm_topk_prob=True, rope_parameters=dict(YARN)
+    ),
+    "gemma3n": transformers.Gemma3nTextConfig(
+        **WIDE | {"num_hidden_layers": 6},
+        vocab_size_per_layer_input=SIZES["vocab_size"],
+        hidden_size_per_layer_input=32,
+        head_dim=32,
+        sliding_window=24,
+        num_kv_shared_layers=2,
+        laurel_rank=32,
+        layer_types=KINDS_OF_LAYERS,
+        activation_sparsity_pattern=SPARSITY,
+    ),
+    "glm4": transformers.Glm4Config(
+        **WIDE,
+        head_dim=16,
+        attention_bias=True,
+        rope_parameters={
+            "rope_type": "default",
+            "rope_theta": 10000.0,
+            "partial_rotary_factor": 0.5,
+        },
+    ),
+    "glm4-all": transformers.Glm4Config(
+        **WIDE,
+        head_dim=16,
+        attention_bias=False,
+        rope_parameters={
+            "rope_type": "default",
+            "rope_theta": 10000.0,
+            "partial_rotary_factor": 1.0,
+        },
+    ),
     "command-r": transformers.CohereConfig(**WIDE, logit_scale=0.5, use_qk_norm=True),
     "cohere2": transformers.Cohere2Config(**WIDE | {"num_hidden_layers": 5}, logit_scale=0.5, sliding_window=24),
     "starcoder2": transformers.Starcoder2Config(**WIDE, use_bias=True),
-    "stablelm": transformers.StableLmConfig(**WIDE, use_qkv_bias=True, rope_parameters={
-        "rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25,
-    }),
-    "stablelm-parallel": transformers.StableLmConfig(**WIDE, use_parallel_residual=True, rope_parameters={
-        "rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5,
-    }),
-}  # fmt: skip
+    "stablelm": transformers.StableLmConfig(
+        **WIDE,
+        use_qkv_bias=True,
+        rope_parameters={
+            "rope_type": "default",
+            "rope_theta": 10000.0,
+            "partial_rotary_factor": 0.25,
+        },
+    ),
+    "stablelm-parallel": transformers.StableLmConfig(
+        **WIDE,
+        use_parallel_residual=True,
+        rope_parameters={
+            "rope_type": "default",
+            "rope_theta": 10000.0,
+            "partial_rotary_factor": 0.5,
+        },
+    ),
+}
 
 
 def run(path: Path, dtype: torch.dtype = torch.float32) -> Engine:
@@ -62,7 +115,9 @@ def run(path: Path, dtype: torch.dtype = torch.float32) -> Engine:
 
 
 @pytest.mark.sampled(2)
-@pytest.mark.parametrize(("name", "kind"), [*((name, Kind.F32) for name in CONFIGS), *((name, Kind.Q8_0) for name in list(CONFIGS)[::2])])
+@pytest.mark.parametrize(
+    ("name", "kind"), [*((name, Kind.F32) for name in CONFIGS), *((name, Kind.Q8_0) for name in list(CONFIGS)[::2])]
+)
 def test_every_family_is_read_as_it_was(name: str, kind: Kind, tmp_path: Path) -> None:
     model = random_model(CONFIGS[name])
     path = LibraryWriter(model, tmp_path / "model.gguf").write(kind)
@@ -79,7 +134,9 @@ def test_keys_and_values_are_expanded_by_one_tensor_in_old_files(tmp_path: Path)
 @pytest.mark.parametrize("name", ["qwen3", "gemma3", "phi4", "qwen2-moe"])
 def test_a_family_with_an_executor_runs_on_the_librarys_modules_too(name: str, tmp_path: Path) -> None:
     model = random_model(NATIVE[name])
-    assert_greedy(run(Writer(model, tmp_path / "model.gguf").write(Kind.F32)), model, prompts(3, SIZES["vocab_size"]), 20)
+    assert_greedy(
+        run(Writer(model, tmp_path / "model.gguf").write(Kind.F32)), model, prompts(3, SIZES["vocab_size"]), 20
+    )
 
 
 def test_layers_and_embeddings_stay_in_the_files_blocks(tmp_path: Path) -> None:
@@ -89,9 +146,15 @@ def test_layers_and_embeddings_stay_in_the_files_blocks(tmp_path: Path) -> None:
     engine = run(path, torch.bfloat16)
     modules = modules_of(engine)
     layer = modules.model.layers[1]
-    assert all(isinstance(each, KernelLinear) for each in (layer.self_attn.q_b_proj, layer.self_attn.o_proj, layer.mlp.shared_experts.up_proj))
+    assert all(
+        isinstance(each, KernelLinear)
+        for each in (layer.self_attn.q_b_proj, layer.self_attn.o_proj, layer.mlp.shared_experts.up_proj)
+    )
     assert isinstance(layer.mlp.experts, KernelExperts) and isinstance(modules.lm_head, KernelHead)
-    assert isinstance(modules.model.embed_tokens, FileEmbedding) and layer.self_attn.kv_b_proj.weight.dtype == torch.bfloat16
+    assert (
+        isinstance(modules.model.embed_tokens, FileEmbedding)
+        and layer.self_attn.kv_b_proj.weight.dtype == torch.bfloat16
+    )
     assert (layer.mlp.gate.weight.dtype, layer.mlp.gate.e_score_correction_bias.dtype) == (torch.float32, torch.float32)
     assert all(parameter.device == CPU for parameter in modules.parameters())
     check_nearness(engine, model)
@@ -130,7 +193,11 @@ def modules_of(engine: Engine) -> PreTrainedModel:
         ("glm4", "model.layers.1.self_attn.k_proj.bias", r"model.gguf: the file has no tensor blk.1.attn_k.bias"),
         ("cohere2", "model.layers.0.input_layernorm.weight", "the file has no tensor blk.0.attn_norm.weight"),
         ("gemma3n", "model.embed_tokens_per_layer.weight", "it lacks a tensor laurel_l or per_layer_token_embd"),
-        ("deepseek-v3", "model.layers.2.mlp.experts.down_proj", r"the file has no tensor blk.2.ffn_down_exps.weight \(of experts\)"),
+        (
+            "deepseek-v3",
+            "model.layers.2.mlp.experts.down_proj",
+            r"the file has no tensor blk.2.ffn_down_exps.weight \(of experts\)",
+        ),
     ],
 )
 def test_what_a_file_lacks_is_said_by_name(name: str, left_out: str, message: str, tmp_path: Path) -> None:
@@ -146,7 +213,9 @@ def test_a_size_that_lies_takes_no_memory(tmp_path: Path) -> None:
     field = reader.fields["cohere2.feed_forward_length"]
     field.parts[field.data[0]][0] = 2**31 - 1
     reader.data.flush()
-    with pytest.raises(StartupError, match=r"blk.0.ffn_gate.weight has the shape \(96, 64\), the metadata says \(2147483647, 64\)"):
+    with pytest.raises(
+        StartupError, match=r"blk.0.ffn_gate.weight has the shape \(96, 64\), the metadata says \(2147483647, 64\)"
+    ):
         run(path)
 
 

@@ -1,4 +1,6 @@
-"""GGUF models in several files: they are the one model that the files were before they were cut, and a part that is missing or wrong is named in one line."""
+"""GGUF models in several files: they are the one model that the files were before they were cut,
+and a part that is missing or wrong is named in one line.
+"""
 
 import shutil
 from pathlib import Path
@@ -29,8 +31,12 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
-def cut(path: Path, folder: Path, count: int, *, is_first_empty: bool = False, num_tensors: int | None = None) -> list[Path]:
-    """The file's parts, written by the package's writer, as gguf-split names and numbers them; the first may hold the metadata only."""
+def cut(
+    path: Path, folder: Path, count: int, *, is_first_empty: bool = False, num_tensors: int | None = None
+) -> list[Path]:
+    """The file's parts, written by the package's writer, as gguf-split names and numbers them; the
+    first may hold the metadata only.
+    """
     folder.mkdir(exist_ok=True)
     reader = GGUFReader(path)
     tensors = reader.tensors
@@ -43,7 +49,9 @@ def cut(path: Path, folder: Path, count: int, *, is_first_empty: bool = False, n
             for key, field in reader.fields.items():
                 if not key.startswith("GGUF.") and key != "general.architecture":
                     kind = field.types[0]
-                    writer.add_key_value(key, field.contents(), kind, field.types[1] if kind == GGUFValueType.ARRAY else None)
+                    writer.add_key_value(
+                        key, field.contents(), kind, field.types[1] if kind == GGUFValueType.ARRAY else None
+                    )
         else:
             writer.kv_data[0].clear()  # the other parts say nothing of the model
         writer.add_uint16("split.no", number)
@@ -74,7 +82,9 @@ def test_parts_are_the_model_that_was_cut(whole: Path, tmp_path: Path, is_first_
         assert files.config == open_model(str(whole)).config
         assert Engine(files).generate(some, 20) == expected
         assert sizes_of(files)["n_params"] == sizes_of(open_model(str(whole)))["n_params"]
-        assert sizes_of(files)["size"] == weights_bytes(files, UpSettings()) == sum(part.stat().st_size for part in parts)
+        assert (
+            sizes_of(files)["size"] == weights_bytes(files, UpSettings()) == sum(part.stat().st_size for part in parts)
+        )
 
 
 def test_they_are_compared_with_transformers(tmp_path: Path) -> None:

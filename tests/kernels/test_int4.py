@@ -11,14 +11,28 @@ from tests.examples import examples
 from tests.kernels.test_native import randn
 
 
-@given(n=st.integers(1, 40), k=st.integers(1, 400), group=st.sampled_from([32, 64, 128]), scale=st.floats(1e-4, 1e3), seed=st.integers(0, 99))
+@given(
+    n=st.integers(1, 40),
+    k=st.integers(1, 400),
+    group=st.sampled_from([32, 64, 128]),
+    scale=st.floats(1e-4, 1e3),
+    seed=st.integers(0, 99),
+)
 @examples(40)
 def test_rounding_to_four_bits_by_column(n: int, k: int, group: int, scale: float, seed: int) -> None:
     """Every number has its range, so that none overflows its byte, and no weight is far off."""
     weight = scale * randn(n, k, seed=seed).float()
     found = quantize_int4(weight, group)
-    assert found.codes.max() < 16 and found.zeros.min() >= 0 and found.zeros.max() < 16 and found.steps.min() >= 1 and found.steps.max() <= MAX_STEPS
-    values = (found.codes.int() - found.zeros.repeat_interleave(group, 1)[:, :k]) * found.steps.repeat_interleave(group, 1)[:, :k]
+    assert (
+        found.codes.max() < 16
+        and found.zeros.min() >= 0
+        and found.zeros.max() < 16
+        and found.steps.min() >= 1
+        and found.steps.max() <= MAX_STEPS
+    )
+    values = (found.codes.int() - found.zeros.repeat_interleave(group, 1)[:, :k]) * found.steps.repeat_interleave(
+        group, 1
+    )[:, :k]
     assert values.abs().max() <= 127 and torch.equal(values.to(torch.int8), found.widened().codes)
     error = (found.dequantize(torch.float32) - weight).abs()
     assert (error.amax(1) <= 0.2 * weight.abs().amax(1) + 1e-6).all()

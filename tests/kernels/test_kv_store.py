@@ -54,12 +54,17 @@ def test_what_was_used_longest_ago_goes_first(tmp_path: Path) -> None:
 
 @examples(60)
 @given(data=st.data())
-def test_whatever_becomes_of_the_file_a_block_is_right_or_not_there(data: Any, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_whatever_becomes_of_the_file_a_block_is_right_or_not_there(
+    data: Any, tmp_path_factory: pytest.TempPathFactory
+) -> None:
     folder = tmp_path_factory.mktemp("kv")
     store = KVStore(folder, SIZE, BLOCK)
     written: set[int] = set()
     for _ in range(data.draw(st.integers(1, 40))):
-        number, what = data.draw(st.integers(0, 99)), data.draw(st.sampled_from(["write", "write", "read", "flip", "cut", "open again"]))
+        number, what = (
+            data.draw(st.integers(0, 99)),
+            data.draw(st.sampled_from(["write", "write", "read", "flip", "cut", "open again"])),
+        )
         if what == "write":
             write(store, number)
             written.add(number)
@@ -116,15 +121,24 @@ print(found)
 
 
 def test_several_processes_write_at_once(tmp_path: Path) -> None:
-    processes = [subprocess.Popen([sys.executable, "-c", WRITER, str(tmp_path), str(seed)], stdout=subprocess.PIPE, text=True) for seed in range(3)]
+    processes = [
+        subprocess.Popen([sys.executable, "-c", WRITER, str(tmp_path), str(seed)], stdout=subprocess.PIPE, text=True)
+        for seed in range(3)
+    ]
     found = [int(process.communicate(timeout=120)[0]) for process in processes]
     assert [process.returncode for process in processes] == [0, 0, 0] and min(found) > 40
 
 
 def make_tier(folder: Path, group: int = 0, *, num_blocks: int = 24) -> KVTier:
-    backend, config = native_backend(), read_config(CONFIGS["llama-heads"].to_dict() | {"architectures": ["LlamaForCausalLM"]})
+    backend, config = (
+        native_backend(),
+        read_config(CONFIGS["llama-heads"].to_dict() | {"architectures": ["LlamaForCausalLM"]}),
+    )
     cache = KVCache(config, backend, num_blocks=num_blocks, block_size=16, group=group)
-    return KVTier(StoredCache(KVStore(folder, 1 << 24, sum(cache.block_bytes)), cache), BlockManager(num_blocks, 16, fingerprint="f"))
+    return KVTier(
+        StoredCache(KVStore(folder, 1 << 24, sum(cache.block_bytes)), cache),
+        BlockManager(num_blocks, 16, fingerprint="f"),
+    )
 
 
 def stored(tier: KVTier) -> StoredCache:
@@ -139,7 +153,9 @@ def fill(tier: KVTier, tokens: list[int], seed: int) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
     for layer in stored(tier).kv_cache.layers:
         part = layer[:, sequence.kv.block_table]
-        layer[:, sequence.kv.block_table] = torch.randint(0, 200, part.view(torch.uint8).shape, generator=generator, dtype=torch.uint8).view(part.dtype)
+        layer[:, sequence.kv.block_table] = torch.randint(
+            0, 200, part.view(torch.uint8).shape, generator=generator, dtype=torch.uint8
+        ).view(part.dtype)
     sequence.kv.num_computed = len(tokens)
     tier.blocks.commit(sequence)
     tier.save()
@@ -156,7 +172,11 @@ def test_a_restarted_replica_finds_its_blocks_byte_for_byte(group: int, tmp_path
     tier.close()
     assert tier.stored.num_written == 11 and not tier.stored.num_dropped
     again = make_tier(tmp_path, group)
-    same, other, salted = make_sequence(1, tokens, 1), make_sequence(2, [*tokens[:40], *range(30)], 1), make_sequence(3, tokens, 1, cache_salt="s")
+    same, other, salted = (
+        make_sequence(1, tokens, 1),
+        make_sequence(2, [*tokens[:40], *range(30)], 1),
+        make_sequence(3, tokens, 1, cache_salt="s"),
+    )
     wait_until(lambda: again.restore([same, other, salted], None), description="all is read, in steps of 20 ms")
     assert all(each.kv.is_restored for each in (same, other, salted))
     found = again.blocks.match(same)
@@ -165,7 +185,9 @@ def test_a_restarted_replica_finds_its_blocks_byte_for_byte(group: int, tmp_path
         assert torch.equal(layer[:, found].view(torch.uint8), blocks.view(torch.uint8))
     assert again.num_tokens_read == 11 * 16
     another = BlockManager(24, 16, fingerprint="another model")
-    assert not any(stored(again).store.has(name) for names in another.missing(make_sequence(4, tokens, 1)) for name in names)
+    assert not any(
+        stored(again).store.has(name) for names in another.missing(make_sequence(4, tokens, 1)) for name in names
+    )
 
 
 def test_a_sequence_never_reads_more_than_there_is_room_for(tmp_path: Path) -> None:
@@ -180,7 +202,9 @@ def test_a_sequence_never_reads_more_than_there_is_room_for(tmp_path: Path) -> N
     assert len(small.blocks.match(sequence)) == 12 and small.blocks.missing(sequence) == []
 
 
-def test_reading_is_bounded_and_given_up_where_computing_is_faster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reading_is_bounded_and_given_up_where_computing_is_faster(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     tokens = list(range(16 * 20 + 1))
     tier = make_tier(tmp_path)
     fill(tier, tokens, seed=1)
@@ -189,7 +213,9 @@ def test_reading_is_bounded_and_given_up_where_computing_is_faster(tmp_path: Pat
     monkeypatch.setattr("services.compute.cache.kv_tier.READ_BUDGET_S", 0.0)
     sequence = make_sequence(1, tokens, 1)
     assert not slow.restore([sequence], None) and len(slow.blocks.match(sequence)) == READ_AT_ONCE
-    assert not slow.restore([sequence], None) and slow.restore([sequence], None) and len(slow.blocks.match(sequence)) == 20
+    assert (
+        not slow.restore([sequence], None) and slow.restore([sequence], None) and len(slow.blocks.match(sequence)) == 20
+    )
     fast = make_sequence(2, list(range(50, 90)), 1)
     assert slow.restore([fast], 1e-9) and slow._num_passed_over == 1
 
@@ -221,7 +247,9 @@ def test_blocks_of_any_layout_come_back(tmp_path: Path) -> None:
         assert data.shape == (2, sum(cache.block_bytes)) and data.dtype == np.uint8
         cache.write_blocks([0, 5], data)
         for layer, old in zip(cache.layers, before, strict=True):
-            assert torch.equal(layer[:, [0, 5]], old[:, [4, 1]]) and torch.equal(layer[:, [1, 2, 3, 4]], old[:, [1, 2, 3, 4]])
+            assert torch.equal(layer[:, [0, 5]], old[:, [4, 1]]) and torch.equal(
+                layer[:, [1, 2, 3, 4]], old[:, [1, 2, 3, 4]]
+            )
 
 
 def test_what_the_file_lacks_is_looked_for_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -230,7 +258,10 @@ def test_what_the_file_lacks_is_looked_for_once(tmp_path: Path, monkeypatch: pyt
     asked: list[bytes] = []
     monkeypatch.setattr(stored(tier).store, "read", lambda name, _: asked.append(name))
     monkeypatch.setattr("services.compute.cache.kv_tier.READ_BUDGET_S", 0.0)
-    layout = Layout((Segment(16, 0), *(Segment(16, 16 * each, (0,)) for each in range(1, 60)), Segment(2, 9000, tuple(range(60)))), 16)
+    layout = Layout(
+        (Segment(16, 0), *(Segment(16, 16 * each, (0,)) for each in range(1, 60)), Segment(2, 9000, tuple(range(60)))),
+        16,
+    )
     slots = layout.pad(list(range(60 * 16 + 2)))
     sequence = make_sequence(1, slots, 1, layout=layout)
     num_calls = 1

@@ -25,10 +25,15 @@ def test_a_model_is_replaced_only_if_asked(tmp_path: Path, umask: int, capsys: p
     assert {file.stat().st_mode & 0o777 for file in out.iterdir()} == {0o666 & ~umask}
     first = (out / "model.safetensors").read_bytes()
     assert main(["make-model", str(out), "--seed", "1"]) == 2
-    assert capsys.readouterr().err == f"penstock: {out}: model.safetensors is there already; --force replaces it, or give another folder\n"
+    assert (
+        capsys.readouterr().err
+        == f"penstock: {out}: model.safetensors is there already; --force replaces it, or give another folder\n"
+    )
     (out / "model.safetensors").rename(out / "model-00001-of-00001.safetensors")
     assert main(["make-model", str(out), "--seed", "1", "--force"]) == 0
-    assert [file.name for file in out.glob("*.safetensors*")] == ["model.safetensors"] and (out / "model.safetensors").read_bytes() != first
+    assert [file.name for file in out.glob("*.safetensors*")] == ["model.safetensors"] and (
+        out / "model.safetensors"
+    ).read_bytes() != first
     assert open_model(str(out), weights=True).vocab_size == 2048
 
 

@@ -1,4 +1,6 @@
-"""Medusa heads: both layouts of their files against plain torch, the draw of drafts, and which state they are made of."""
+"""Medusa heads: both layouts of their files against plain torch, the draw of drafts, and which
+state they are made of.
+"""
 
 import json
 from collections.abc import Callable
@@ -38,17 +40,27 @@ def makers_own() -> Tensors:
     tensors = {f"{head}.{LAYERS}.weight": random(VOCAB, HIDDEN) for head in range(HEADS)}
     for head in range(HEADS):
         for layer in range(LAYERS):
-            tensors |= {f"{head}.{layer}.linear.weight": random(HIDDEN, HIDDEN), f"{head}.{layer}.linear.bias": random(HIDDEN)}
+            tensors |= {
+                f"{head}.{layer}.linear.weight": random(HIDDEN, HIDDEN),
+                f"{head}.{layer}.linear.bias": random(HIDDEN),
+            }
     return tensors
 
 
 def other(**extra: Tensor) -> Tensors:
     """vLLM's, without biases: blocks, and LM heads apart."""
-    return {f"blocks.{head}.layers.{layer}.weight": random(HIDDEN, HIDDEN) for head in range(HEADS) for layer in range(LAYERS)} | extra
+    return {
+        f"blocks.{head}.layers.{layer}.weight": random(HIDDEN, HIDDEN)
+        for head in range(HEADS)
+        for layer in range(LAYERS)
+    } | extra
 
 
 def with_lm_heads() -> Tensors:
-    return {f"medusa_heads.{name}": each for name, each in other(**{f"lm_heads.{head}.weight": random(VOCAB, HIDDEN) for head in range(HEADS)}).items()}
+    return {
+        f"medusa_heads.{name}": each
+        for name, each in other(**{f"lm_heads.{head}.weight": random(VOCAB, HIDDEN) for head in range(HEADS)}).items()
+    }
 
 
 def with_one_lm_head() -> Tensors:
@@ -63,7 +75,9 @@ LAYOUTS: list[Callable[[], Tensors]] = [makers_own, with_lm_heads, with_one_lm_h
 OWN_HEAD = random(VOCAB, HIDDEN)
 
 
-def write(folder: Path, tensors: Tensors, config: dict[str, Any] | None = None, name: str = "medusa_lm_head.safetensors") -> Path:
+def write(
+    folder: Path, tensors: Tensors, config: dict[str, Any] | None = None, name: str = "medusa_lm_head.safetensors"
+) -> Path:
     save_file(tensors, folder / name)
     if config is not None:
         (folder / "config.json").write_text(json.dumps(config))
@@ -76,7 +90,9 @@ def reference(tensors: Tensors, x: Tensor, head: int) -> Tensor:
     is_list = f"{head}.0.linear.weight" in found
     for layer in range(LAYERS):
         prefix = f"{head}.{layer}.linear." if is_list else f"blocks.{head}.layers.{layer}."
-        x = x + torch.nn.functional.silu(torch.nn.functional.linear(x, found[prefix + "weight"], found.get(prefix + "bias")))
+        x = x + torch.nn.functional.silu(
+            torch.nn.functional.linear(x, found[prefix + "weight"], found.get(prefix + "bias"))
+        )
     names = (f"{head}.{LAYERS}.weight", f"lm_heads.{head}.weight", "lm_heads.0.weight", "lm_head.weight")
     lm_head = next((found[name] for name in names if name in found), OWN_HEAD)
     if (token_map := found.get("token_map")) is None:
@@ -113,17 +129,47 @@ def test_heads_compute_what_plain_torch_does(tmp_path: Path, layout: Callable[[]
 
 BROKEN: list[tuple[str, Callable[[Tensors], Any], str]] = [
     ("a layer is missing", lambda tensors: tensors.pop("blocks.1.layers.0.weight"), "layer 0 of head 1 has no weight"),
-    ("a head is missing", lambda tensors: [tensors.pop(f"blocks.1.layers.{layer}.weight") for layer in range(LAYERS)], "layer 0 of head 1 has no weight"),
+    (
+        "a head is missing",
+        lambda tensors: [tensors.pop(f"blocks.1.layers.{layer}.weight") for layer in range(LAYERS)],
+        "layer 0 of head 1 has no weight",
+    ),
     ("of another size", lambda tensors: tensors.update({"blocks.0.layers.0.weight": random(32, 32)}), "not (64, 64)"),
     ("no numbers", lambda tensors: tensors["blocks.2.layers.1.weight"].fill_(torch.nan), "holds NaN"),
-    ("unknown tokens", lambda tensors: tensors["token_map"].fill_(VOCAB), "token_map is not a list of the model's tokens"),
-    ("no list of tokens", lambda tensors: tensors.update(token_map=random(KNOWN)), "token_map is not a list of the model's tokens"),
-    ("too few LM heads", lambda tensors: tensors.update({"lm_heads.1.weight": random(KNOWN, HIDDEN)}), "3 heads and 2 LM heads"),
+    (
+        "unknown tokens",
+        lambda tensors: tensors["token_map"].fill_(VOCAB),
+        "token_map is not a list of the model's tokens",
+    ),
+    (
+        "no list of tokens",
+        lambda tensors: tensors.update(token_map=random(KNOWN)),
+        "token_map is not a list of the model's tokens",
+    ),
+    (
+        "too few LM heads",
+        lambda tensors: tensors.update({"lm_heads.1.weight": random(KNOWN, HIDDEN)}),
+        "3 heads and 2 LM heads",
+    ),
     ("a map without head", lambda tensors: tensors.pop("lm_heads.0.weight"), "token_map without an LM head"),
-    ("too many heads", lambda tensors: tensors.update({"blocks.16.layers.0.weight": random(HIDDEN, HIDDEN)}), "more than 16 heads"),
-    ("EAGLE", lambda tensors: tensors.update({"midlayer.mlp.up_proj.weight": random(HIDDEN, HIDDEN)}), "is no tensor of Medusa heads"),
-    ("a model", lambda tensors: [tensors.pop(name) for name in [*tensors]] and tensors.update({"lm_head.weight": random(VOCAB, HIDDEN)}), "no Medusa heads"),
-]  # fmt: skip
+    (
+        "too many heads",
+        lambda tensors: tensors.update({"blocks.16.layers.0.weight": random(HIDDEN, HIDDEN)}),
+        "more than 16 heads",
+    ),
+    (
+        "EAGLE",
+        lambda tensors: tensors.update({"midlayer.mlp.up_proj.weight": random(HIDDEN, HIDDEN)}),
+        "is no tensor of Medusa heads",
+    ),
+    (
+        "a model",
+        lambda tensors: (
+            [tensors.pop(name) for name in [*tensors]] and tensors.update({"lm_head.weight": random(VOCAB, HIDDEN)})
+        ),
+        "no Medusa heads",
+    ),
+]
 
 
 @pytest.mark.parametrize(("breaks", "reason"), [each[1:] for each in BROKEN], ids=[each[0] for each in BROKEN])
@@ -150,9 +196,13 @@ def test_other_folders_are_refused_in_one_line(tmp_path: Path) -> None:
 
 
 PARAMS = [
-    SamplingParams(temperature=0.0), SamplingParams(temperature=0.7, seed=3), SamplingParams(top_k=5, seed=1), SamplingParams(top_p=0.6, seed=9),
-    SamplingParams(temperature=1.4, min_p=0.1, seed=2), SamplingParams(seed=1 << 63),
-]  # fmt: skip
+    SamplingParams(temperature=0.0),
+    SamplingParams(temperature=0.7, seed=3),
+    SamplingParams(top_k=5, seed=1),
+    SamplingParams(top_p=0.6, seed=9),
+    SamplingParams(temperature=1.4, min_p=0.1, seed=2),
+    SamplingParams(seed=1 << 63),
+]
 
 
 def test_a_head_that_agrees_with_the_model_draws_its_tokens() -> None:
@@ -163,7 +213,10 @@ def test_a_head_that_agrees_with_the_model_draws_its_tokens() -> None:
     expected = reduce(logits.clone(), sequences, search).chosen
     assert guess(logits, PARAMS, positions, None, search).token_ids.tolist() == expected.tolist()
     order = torch.randperm(60).sort().indices
-    assert guess(logits[:, order].contiguous(), PARAMS, positions, order.numpy(), search).token_ids.tolist() == expected.tolist()
+    assert (
+        guess(logits[:, order].contiguous(), PARAMS, positions, order.numpy(), search).token_ids.tolist()
+        == expected.tolist()
+    )
     sure = guess(random(2, 60, spread=0.01).index_fill(1, torch.tensor([7]), 9.0), PARAMS[:1] * 2, [1, 1], None, search)
     assert sure.token_ids.tolist() == [7, 7] and (sure.chances > 0.98).all() and np.isfinite(sure.chances).all()
 
@@ -180,24 +233,34 @@ def echo(engine: Engine) -> MedusaProposer:
     hidden, backend = engine.runner.model.config.hidden_size, engine.runner.model.backend
     weights = HeadWeights([[(torch.zeros(hidden, hidden), None)]] * 2, [], None)
     head = engine.runner.model.weights.lm_head
-    return MedusaProposer(MedusaHeads(weights, head, engine.runner.vocab_size, backend), engine.runner, backend.row_search)
+    return MedusaProposer(
+        MedusaHeads(weights, head, engine.runner.vocab_size, backend), engine.runner, backend.row_search
+    )
 
 
 def test_drafts_are_made_of_the_state_behind_the_last_token_that_stands(engine: Engine) -> None:
     proposer = echo(engine)
     tokens = [5, 9, 12, 7, 30, 8]
-    rows = (BatchRow(1, (3, 4), 0, (0,), range(1, 2), 2), BatchRow(2, tuple(tokens), 0, (1,), range(3, 6), 4), BatchRow(3, (6,), 0, (2,)))
+    rows = (
+        BatchRow(1, (3, 4), 0, (0,), range(1, 2), 2),
+        BatchRow(2, tuple(tokens), 0, (1,), range(3, 6), 4),
+        BatchRow(3, (6,), 0, (2,)),
+    )
     batch = ScheduledBatch(rows, 0)
     hidden = engine.runner.run(batch)
     drawn = engine.runner.logits(batch, hidden).argmax(-1).tolist()
     for count in (1, 2, 3):  # of the second's tokens: so many stand
         proposer.computed(batch, hidden, {1: 1, 2: count})
         first = Sequence(Request(1, "", SamplingParams(temperature=0.0)), Tokens([3, 4, drawn[0]], 2))
-        second = Sequence(Request(2, "", SamplingParams(temperature=0.0)), Tokens([*tokens[: 3 + count], drawn[count]], 4))
+        second = Sequence(
+            Request(2, "", SamplingParams(temperature=0.0)), Tokens([*tokens[: 3 + count], drawn[count]], 4)
+        )
         unknown = Sequence(replace(first.request, handle=9), Tokens([3, 4, drawn[0]], 2))
         drafts = proposer.propose({1: Wanted(first, 5), 2: Wanted(second, 1), 9: Wanted(unknown, 5)})
         said = {handle: each.token_ids for handle, each in drafts.items()}
-        assert said == {handle: each for handle, each in {1: [drawn[0]] * 2, 2: [drawn[count]]}.items() if handle in said}
+        assert said == {
+            handle: each for handle, each in {1: [drawn[0]] * 2, 2: [drawn[count]]}.items() if handle in said
+        }
         chances = engine.runner.logits(batch, hidden).softmax(-1).amax(-1)
         assert (1 in said) == bool(chances[0] >= 0.15) and (2 in said) == bool(chances[count] >= 0.15)
     assert 9 not in drafts
@@ -210,5 +273,13 @@ def test_what_was_computed_before_a_cut_proposes_nothing(engine: Engine) -> None
     proposer = echo(engine)
     batch = ScheduledBatch((BatchRow(1, (3, 4), 0, (0,), range(1, 2), 2),), 0)
     proposer.computed(batch, engine.runner.run(batch), {1: 1})
-    assert proposer.propose({1: Wanted(Sequence(Request(1, "", SamplingParams(temperature=0.0)), Tokens([3, 4, 5, 6], 2)), 5)}) == {}
-    assert proposer.propose({1: Wanted(Sequence(Request(1, "", SamplingParams(temperature=0.0)), Tokens([3, 4], 2)), 5)}) == {}
+    assert (
+        proposer.propose(
+            {1: Wanted(Sequence(Request(1, "", SamplingParams(temperature=0.0)), Tokens([3, 4, 5, 6], 2)), 5)}
+        )
+        == {}
+    )
+    assert (
+        proposer.propose({1: Wanted(Sequence(Request(1, "", SamplingParams(temperature=0.0)), Tokens([3, 4], 2)), 5)})
+        == {}
+    )

@@ -1,4 +1,6 @@
-"""GGUF models that see: the part that sees in an mmproj file beside the text's, named as llama.cpp's converter names it."""
+"""GGUF models that see: the part that sees in an mmproj file beside the text's, named as
+llama.cpp's converter names it.
+"""
 
 import json
 from pathlib import Path
@@ -23,34 +25,85 @@ from tests.kernels.vision_models import CONFIGS, PROCESSORS, family_of, write_vi
 CPU = torch.device("cpu")
 # the library's names of modules, and llama.cpp's
 SIGLIP = {
-    "embeddings.patch_embedding": "v.patch_embd", "embeddings.position_embedding": "v.position_embd", "post_layernorm": "v.post_ln",
-    "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v", "self_attn.out_proj": "attn_out", "layer_norm1": "ln1",
-    "layer_norm2": "ln2", "mlp.fc1": "ffn_up", "mlp.fc2": "ffn_down",
-}  # fmt: skip
-QWEN = {"attn.proj": "attn_out", "norm1": "ln1", "norm2": "ln2", "mlp.fc1": "ffn_up", "mlp.fc2": "ffn_down", "mlp.gate_proj": "ffn_gate"} | {
-    "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down", "merger.ln_q": "v.post_ln", "merger.mlp.0": "mm.0", "merger.mlp.2": "mm.2",
-}  # fmt: skip
+    "embeddings.patch_embedding": "v.patch_embd",
+    "embeddings.position_embedding": "v.position_embd",
+    "post_layernorm": "v.post_ln",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.out_proj": "attn_out",
+    "layer_norm1": "ln1",
+    "layer_norm2": "ln2",
+    "mlp.fc1": "ffn_up",
+    "mlp.fc2": "ffn_down",
+}
+QWEN = {
+    "attn.proj": "attn_out",
+    "norm1": "ln1",
+    "norm2": "ln2",
+    "mlp.fc1": "ffn_up",
+    "mlp.fc2": "ffn_down",
+    "mlp.gate_proj": "ffn_gate",
+} | {
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+    "merger.ln_q": "v.post_ln",
+    "merger.mlp.0": "mm.0",
+    "merger.mlp.2": "mm.2",
+}
 PIXTRAL = {
-    "vision_tower.patch_conv": "v.patch_embd", "vision_tower.ln_pre": "v.pre_ln", "attention.q_proj": "attn_q", "attention.k_proj": "attn_k",
-    "attention.v_proj": "attn_v", "attention.o_proj": "attn_out", "attention_norm": "ln1", "ffn_norm": "ln2", "feed_forward.gate_proj": "ffn_gate",
-    "feed_forward.up_proj": "ffn_up", "feed_forward.down_proj": "ffn_down", "multi_modal_projector.norm": "mm.input_norm",
-    "patch_merger.merging_layer": "mm.patch_merger", "multi_modal_projector.linear_1": "mm.1", "multi_modal_projector.linear_2": "mm.2",
-}  # fmt: skip
+    "vision_tower.patch_conv": "v.patch_embd",
+    "vision_tower.ln_pre": "v.pre_ln",
+    "attention.q_proj": "attn_q",
+    "attention.k_proj": "attn_k",
+    "attention.v_proj": "attn_v",
+    "attention.o_proj": "attn_out",
+    "attention_norm": "ln1",
+    "ffn_norm": "ln2",
+    "feed_forward.gate_proj": "ffn_gate",
+    "feed_forward.up_proj": "ffn_up",
+    "feed_forward.down_proj": "ffn_down",
+    "multi_modal_projector.norm": "mm.input_norm",
+    "patch_merger.merging_layer": "mm.patch_merger",
+    "multi_modal_projector.linear_1": "mm.1",
+    "multi_modal_projector.linear_2": "mm.2",
+}
 INTERNVL = {
-    "vision_tower.embeddings": "v", "patch_embeddings.projection": "v.patch_embd", "attention.q_proj": "attn_q", "attention.k_proj": "attn_k",
-    "attention.v_proj": "attn_v", "attention.projection_layer": "attn_out", "layernorm_before": "ln1", "layernorm_after": "ln2", "mlp.fc1": "ffn_up",
-    "mlp.fc2": "ffn_down", "multi_modal_projector.layer_norm": "mm.model.mlp.0", "multi_modal_projector.linear_1": "mm.model.mlp.1",
+    "vision_tower.embeddings": "v",
+    "patch_embeddings.projection": "v.patch_embd",
+    "attention.q_proj": "attn_q",
+    "attention.k_proj": "attn_k",
+    "attention.v_proj": "attn_v",
+    "attention.projection_layer": "attn_out",
+    "layernorm_before": "ln1",
+    "layernorm_after": "ln2",
+    "mlp.fc1": "ffn_up",
+    "mlp.fc2": "ffn_down",
+    "multi_modal_projector.layer_norm": "mm.model.mlp.0",
+    "multi_modal_projector.linear_1": "mm.model.mlp.1",
     "multi_modal_projector.linear_2": "mm.model.mlp.3",
-}  # fmt: skip
+}
 NAMES = {"mistral3": PIXTRAL, "pixtral": PIXTRAL, "internvl": INTERNVL}
-UNNAMED = {"cls_token": "v.class_embd", "position_embeddings": "v.position_embd.weight", "lambda_1": "ls1.weight", "lambda_2": "ls2.weight"}
+UNNAMED = {
+    "cls_token": "v.class_embd",
+    "position_embeddings": "v.position_embd.weight",
+    "lambda_1": "ls1.weight",
+    "lambda_2": "ls2.weight",
+}
 PROJECTORS = {
-    "mistral3": "pixtral", "pixtral": "pixtral", "internvl": "internvl", "smolvlm": "idefics3", "gemma3": "gemma3", "qwen2_vl": "qwen2vl_merger",
+    "mistral3": "pixtral",
+    "pixtral": "pixtral",
+    "internvl": "internvl",
+    "smolvlm": "idefics3",
+    "gemma3": "gemma3",
+    "qwen2_vl": "qwen2vl_merger",
     "qwen2_5_vl": "qwen2.5vl_merger",
-}  # fmt: skip
+}
 
 
-def write_mmproj(name: str, reference: Any, path: Path, *, f16: bool = False, leave_out: str = "", hidden: int = 64) -> None:
+def write_mmproj(
+    name: str, reference: Any, path: Path, *, f16: bool = False, leave_out: str = "", hidden: int = 64
+) -> None:
     writer = gguf.GGUFWriter(path, "clip")
     writer.add_string("clip.projector_type", PROJECTORS[name])
     writer.add_bool("clip.has_vision_encoder", True)
@@ -75,10 +128,14 @@ def numbers_of(name: str, hidden: int) -> dict[str, int]:
     vision, processor = CONFIGS[name]["vision_config"], PROCESSORS[name]
     sizes = {key: value[0] if isinstance(value, list) else value for key, value in vision.items()}  # of a square
     numbers = {
-        "projection_dim": hidden, "image_size": sizes.get("image_size", 560), "patch_size": sizes["patch_size"],
-        "embedding_length": vision.get("embed_dim", vision["hidden_size"]), "feed_forward_length": vision.get("intermediate_size", 64),
-        "block_count": vision.get("num_hidden_layers", vision.get("depth")), "attention.head_count": vision.get("num_attention_heads", vision.get("num_heads")),
-    }  # fmt: skip
+        "projection_dim": hidden,
+        "image_size": sizes.get("image_size", 560),
+        "patch_size": sizes["patch_size"],
+        "embedding_length": vision.get("embed_dim", vision["hidden_size"]),
+        "feed_forward_length": vision.get("intermediate_size", 64),
+        "block_count": vision.get("num_hidden_layers", vision.get("depth")),
+        "attention.head_count": vision.get("num_attention_heads", vision.get("num_heads")),
+    }
     if name == "smolvlm":
         numbers |= {"projector.scale_factor": 4, "preproc_image_size": 256}
     if name == "gemma3":
@@ -105,14 +162,22 @@ def renamed(family: str, name: str, values: Any) -> list[tuple[str, Any]]:
     if "patch_embed.proj" in name:
         return [("v.patch_embd.weight", values[:, :, 0]), ("v.patch_embd.weight.1", values[:, :, 1])]
     parts = stem.split(".")
-    number = next((part for part in parts if part.isdigit() and parts[parts.index(part) - 1] in ("layers", "blocks", "layer")), None)
+    number = next(
+        (part for part in parts if part.isdigit() and parts[parts.index(part) - 1] in ("layers", "blocks", "layer")),
+        None,
+    )
     if ".qkv" in stem:
-        return [(f"v.blk.{number}.attn_{which}.{kind}", part) for which, part in zip("qkv", np.split(values, 3), strict=True)]
+        return [
+            (f"v.blk.{number}.attn_{which}.{kind}", part)
+            for which, part in zip("qkv", np.split(values, 3), strict=True)
+        ]
     if kind in UNNAMED:
         return [(f"v.blk.{number}.{UNNAMED[kind]}" if number is not None else UNNAMED[kind], values.squeeze())]
     if family in ("mistral3", "pixtral") and stem.endswith(("q_proj", "k_proj")):  # pairs to rotate are neighbours
         values = values.reshape(2, 2, -1, values.shape[1]).swapaxes(1, 2).reshape(values.shape)
-    [new] = {value for key, value in NAMES.get(family, SIGLIP | QWEN).items() if stem.endswith("." + key) or stem == key}
+    [new] = {
+        value for key, value in NAMES.get(family, SIGLIP | QWEN).items() if stem.endswith("." + key) or stem == key
+    }
     return [(f"v.blk.{number}.{new}.{kind}" if number is not None else f"{new}.{kind}", values)]
 
 
@@ -130,7 +195,9 @@ def test_an_mmproj_file_sees_as_its_checkpoint_does(name: str, tmp_path: Path, m
     assert unpacked == unpack_vision(mmproj, 64) and read_vision(unpacked) == family_of(folder)
     one, other = load_tower(folder, torch.float32, CPU), load_tower(unpacked, torch.float32, CPU, mmproj)
     pixels = pixels_of(folder, (90, 60))
-    assert {each: value.tolist() for each, value in pixels_of(unpacked, (90, 60)).items()} == {each: value.tolist() for each, value in pixels.items()}
+    assert {each: value.tolist() for each, value in pixels_of(unpacked, (90, 60)).items()} == {
+        each: value.tolist() for each, value in pixels.items()
+    }
     for call in one.calls(pixels):
         torch.testing.assert_close(one.encode(call), other.encode(call), atol=5e-3, rtol=5e-3)
 

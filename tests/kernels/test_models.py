@@ -26,9 +26,13 @@ from tests.kernels.families import CONFIGS, LOCAL_AND_GLOBAL, LONG_ROPE, SIZES, 
 
 NUM_TOKENS = 20
 GEMMA3_4B = {  # its text_config as it was published
-    "hidden_size": 2560, "intermediate_size": 10_240, "model_type": "gemma3_text", "num_hidden_layers": 34,
-    "rope_scaling": {"factor": 8.0, "rope_type": "linear"}, "sliding_window": 1024,
-}  # fmt: skip
+    "hidden_size": 2560,
+    "intermediate_size": 10_240,
+    "model_type": "gemma3_text",
+    "num_hidden_layers": 34,
+    "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+    "sliding_window": 1024,
+}
 
 
 def prompts(count: int, vocab_size: int, seed: int = 0) -> list[list[int]]:
@@ -42,12 +46,18 @@ def prompts(count: int, vocab_size: int, seed: int = 0) -> list[list[int]]:
 def test_greedy_output_and_logits_equal_transformers(name: str, tmp_path: Path) -> None:
     """Some prompts are longer than the windows of those that have one."""
     reference = reference_model(name, tmp_path)
-    assert_greedy(Engine(DEMO_MODEL if name == "demo" else tmp_path), reference, prompts(5, SIZES["vocab_size"]), NUM_TOKENS)
+    assert_greedy(
+        Engine(DEMO_MODEL if name == "demo" else tmp_path), reference, prompts(5, SIZES["vocab_size"]), NUM_TOKENS
+    )
 
 
 @pytest.mark.parametrize(("max_model_len", "lengths"), [(None, (65, 90, 130)), (64, (1, 17, 24))])
-def test_longrope_has_the_factors_of_the_longest_sequence(max_model_len: int | None, lengths: tuple[int, ...], tmp_path: Path) -> None:
-    """transformers changes factors where a sequence passes the original length, 64, so each of these stays on one side."""
+def test_longrope_has_the_factors_of_the_longest_sequence(
+    max_model_len: int | None, lengths: tuple[int, ...], tmp_path: Path
+) -> None:
+    """transformers changes factors where a sequence passes the original length, 64, so each of
+    these stays on one side.
+    """
     reference = reference_model("phi3-longrope", tmp_path)
     rng = random.Random(4)
     some = [[rng.randrange(2, SIZES["vocab_size"]) for _ in range(length)] for length in lengths]
@@ -55,23 +65,38 @@ def test_longrope_has_the_factors_of_the_longest_sequence(max_model_len: int | N
 
 
 def test_the_text_part_of_a_multimodal_checkpoint(tmp_path: Path) -> None:
-    """Gemma 3 from 4b on: text_config leaves out what has its default, and the tensors have longer names, older or newer."""
+    """Gemma 3 from 4b on: text_config leaves out what has its default, and the tensors have longer
+    names, older or newer.
+    """
     reference = reference_model("gemma3", tmp_path / "text")
     tensors, config = load_file(tmp_path / "text" / "model.safetensors"), CONFIGS["gemma3"].to_dict()
-    text = {name: value for name, value in config.items() if name not in ("vocab_size", "architectures", "tie_word_embeddings")}
-    whole = {"architectures": ["Gemma3ForConditionalGeneration"], "model_type": "gemma3", "text_config": text, "vision_config": {"hidden_size": 8}}
+    text = {
+        name: value
+        for name, value in config.items()
+        if name not in ("vocab_size", "architectures", "tie_word_embeddings")
+    }
+    whole = {
+        "architectures": ["Gemma3ForConditionalGeneration"],
+        "model_type": "gemma3",
+        "text_config": text,
+        "vision_config": {"hidden_size": 8},
+    }
     text["vocab_size"] = SIZES["vocab_size"]
     for prefix in ("language_model.model.", "model.language_model."):
         folder = tmp_path / prefix
         folder.mkdir()
-        named = {name.replace("model.", prefix, 1): tensor for name, tensor in tensors.items()} | {"vision_tower.patch.weight": torch.zeros(8)}
+        named = {name.replace("model.", prefix, 1): tensor for name, tensor in tensors.items()} | {
+            "vision_tower.patch.weight": torch.zeros(8)
+        }
         save_file(named, folder / "model.safetensors")
         (folder / "config.json").write_text(json.dumps(whole))
         assert_greedy(Engine(folder), reference, prompts(4, SIZES["vocab_size"])[2:], NUM_TOKENS)
     defaults = read_config(text_config({"architectures": ["Gemma3ForConditionalGeneration"], "text_config": GEMMA3_4B}))
     assert (defaults.vocab_size, defaults.num_heads, defaults.num_kv_heads, defaults.head_dim) == (262_208, 8, 4, 256)
     assert [layer for layer, window in enumerate(defaults.sliding_windows) if window is None] == [5, 11, 17, 23, 29]
-    assert [rope.inv_freq[1].item() for rope in defaults.ropes] == pytest.approx([1e6 ** (-1 / 128) / 8, 1e4 ** (-1 / 128)])
+    assert [rope.inv_freq[1].item() for rope in defaults.ropes] == pytest.approx(
+        [1e6 ** (-1 / 128) / 8, 1e4 ** (-1 / 128)]
+    )
 
 
 def test_a_checkpoint_of_the_model_below_the_head(tmp_path: Path) -> None:
@@ -88,22 +113,37 @@ def test_a_checkpoint_of_the_model_below_the_head(tmp_path: Path) -> None:
 MROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [6, 5, 5], "mrope_interleaved": True}
 QWEN3_VL = SIZES | {"head_dim": 32, "rope_parameters": MROPE}
 QWEN3_VL_MOE = QWEN3_VL | {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 40}
-SMALL_TOWER = {"depth": 1, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2, "out_hidden_size": 64, "deepstack_visual_indexes": [0]}
+SMALL_TOWER = {
+    "depth": 1,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_heads": 2,
+    "out_hidden_size": 64,
+    "deepstack_visual_indexes": [0],
+}
 
 
 @pytest.mark.parametrize("layout", ["dense", "experts", "turned experts"])
 def test_the_text_part_of_qwen3_vl(layout: str, tmp_path: Path) -> None:
-    """Published mixtures have their experts' matrices as [inputs, outputs], files that transformers writes as it computes with them."""
+    """Published mixtures have their experts' matrices as [inputs, outputs], files that transformers
+    writes as it computes with them.
+    """
     if layout == "dense":
-        whole: torch.nn.Module = transformers.Qwen3VLForConditionalGeneration(transformers.Qwen3VLConfig(text_config=QWEN3_VL, vision_config=SMALL_TOWER))
+        whole: torch.nn.Module = transformers.Qwen3VLForConditionalGeneration(
+            transformers.Qwen3VLConfig(text_config=QWEN3_VL, vision_config=SMALL_TOWER)
+        )
     else:
-        whole = transformers.Qwen3VLMoeForConditionalGeneration(transformers.Qwen3VLMoeConfig(text_config=QWEN3_VL_MOE, vision_config=SMALL_TOWER))
+        whole = transformers.Qwen3VLMoeForConditionalGeneration(
+            transformers.Qwen3VLMoeConfig(text_config=QWEN3_VL_MOE, vision_config=SMALL_TOWER)
+        )
     for parameter in whole.parameters():
         torch.nn.init.normal_(parameter, std=0.12)
     whole.eval().save_pretrained(tmp_path)
     if layout != "dense":
         file = tmp_path / "model.safetensors"
-        turned = {name: tensor.mT.contiguous() if ".experts." in name else tensor for name, tensor in load_file(file).items()}
+        turned = {
+            name: tensor.mT.contiguous() if ".experts." in name else tensor for name, tensor in load_file(file).items()
+        }
         is_turned = turned["model.language_model.layers.0.mlp.experts.down_proj"].shape[1:] == (40, 64)
         if is_turned == (layout == "turned experts"):
             save_file(turned, file, metadata={"format": "pt"})
@@ -123,14 +163,20 @@ def test_the_axes_of_qwen3_vl_take_turns() -> None:
 
 def test_the_demo_answers_through_transformers_too() -> None:
     tokenizer = AutoTokenizer.from_pretrained(DEMO_MODEL)
-    text = tokenizer.apply_chat_template([{"role": "user", "content": "What is a KV cache?"}], tokenize=False, add_generation_prompt=True)
+    text = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "What is a KV cache?"}], tokenize=False, add_generation_prompt=True
+    )
     [tokens] = Engine(DEMO_MODEL).generate([tokenizer.encode(text)], 60, eos=1)
-    assert tokenizer.decode(tokens[:-1]) == "The KV cache keeps the keys and values of all earlier tokens, so that each step computes only the new token."
+    assert tokenizer.decode(tokens[:-1]) == (
+        "The KV cache keeps the keys and values of all earlier tokens, so that each step computes only the new token."
+    )
     assert tokens[-1] == 1
 
 
 @pytest.mark.sampled(3)
-@pytest.mark.parametrize("name", ["llama3", "mistral-window", "qwen3", "qwen2-moe", "gpt-oss", "gemma2", "gemma3", "demo"])
+@pytest.mark.parametrize(
+    "name", ["llama3", "mistral-window", "qwen3", "qwen2-moe", "gpt-oss", "gemma2", "gemma3", "demo"]
+)
 def test_a_batch_chunks_and_preemption_change_no_token(name: str, tmp_path: Path) -> None:
     reference_model(name, tmp_path)
     loaded = Engine(DEMO_MODEL if name == "demo" else tmp_path)
@@ -155,7 +201,11 @@ def test_a_shared_prefix_changes_no_token(name: str, tmp_path: Path) -> None:
     system = (system + prompts(16, SIZES["vocab_size"], seed=9)[9])[:71]
     some = [system + prompt for prompt in prompts(8, SIZES["vocab_size"])]
     alone = [Engine(loaded).generate([prompt], NUM_TOKENS)[0] for prompt in some]
-    for limits in ({}, {"num_blocks": 24, "strategy": "paged"}, {"block_size": 4, "num_blocks": 90, "max_batched_tokens": 70}):
+    for limits in (
+        {},
+        {"num_blocks": 24, "strategy": "paged"},
+        {"block_size": 4, "num_blocks": 90, "max_batched_tokens": 70},
+    ):
         engine = Engine(loaded, **limits)
         assert engine.generate(some, NUM_TOKENS) == alone
         assert engine.generate(some[::-1], NUM_TOKENS) == alone[::-1]
@@ -184,7 +234,12 @@ def test_config_json_as_it_was_before_rope_parameters() -> None:
     """rope_scaling and rope_theta beside everything else, as most published checkpoints have them."""
     new = CONFIGS["phi3-longrope"].to_dict() | {"architectures": ["Phi3ForCausalLM"]}
     factors = {name: new["rope_parameters"][name] for name in ("short_factor", "long_factor")}
-    old = new | {"rope_parameters": None, "rope_theta": 10000.0, "rope_scaling": factors | {"type": "su"}, "partial_rotary_factor": 0.5}
+    old = new | {
+        "rope_parameters": None,
+        "rope_theta": 10000.0,
+        "rope_scaling": factors | {"type": "su"},
+        "partial_rotary_factor": 0.5,
+    }
     for length in (64, 512):
         [expected], [found] = read_config(new, length).ropes, read_config(old, length).ropes
         assert torch.equal(found.inv_freq, expected.inv_freq)
@@ -199,9 +254,13 @@ def test_config_json_as_it_was_before_rope_parameters() -> None:
 
 
 def test_torch_computes_the_quantized_modes_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
-    """float32 with keys and values in int8, and, without native code, quantized layers: the beginning of the demo's answer survives."""
+    """float32 with keys and values in int8, and, without native code, quantized layers: the
+    beginning of the demo's answer survives.
+    """
     tokenizer = AutoTokenizer.from_pretrained(DEMO_MODEL)
-    text = tokenizer.apply_chat_template([{"role": "user", "content": "What is a KV cache?"}], tokenize=False, add_generation_prompt=True)
+    text = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "What is a KV cache?"}], tokenize=False, add_generation_prompt=True
+    )
     prompt = tokenizer.encode(text)
     expected = Engine(DEMO_MODEL).generate([prompt], 12)
     assert Engine(DEMO_MODEL, kv_group=32).generate([prompt], 12) == expected
@@ -238,7 +297,12 @@ def test_what_cannot_be_loaded_is_named(tmp_path: Path) -> None:
         read_config(gemma | {"layer_types": LOCAL_AND_GLOBAL[:2]})
     with pytest.raises(StartupError, match="num_attention_heads 4 is not a multiple of num_key_value_heads 3"):
         read_config(config | {"num_key_value_heads": 3})
-    for wrong_value in ({"num_hidden_layers": "three"}, {"query_pre_attn_scalar": 0}, {"rope_parameters": 5}, {"hidden_size": None}):
+    for wrong_value in (
+        {"num_hidden_layers": "three"},
+        {"query_pre_attn_scalar": 0},
+        {"rope_parameters": 5},
+        {"hidden_size": None},
+    ):
         with pytest.raises(StartupError, match="a value of the wrong type or out of range"):
             read_config(gemma | wrong_value)
     phi = CONFIGS["phi3-longrope"].to_dict() | {"architectures": ["Phi3ForCausalLM"]}
@@ -258,18 +322,27 @@ def test_what_cannot_be_loaded_is_named(tmp_path: Path) -> None:
 
 
 def test_an_engine_of_a_multimodal_folder(tmp_path: Path) -> None:
-    """Other stages find in text_config what they ask a model's files for; --max-model-len chooses longrope's factors."""
+    """Other stages find in text_config what they ask a model's files for; --max-model-len chooses
+    longrope's factors.
+    """
     config = CONFIGS["phi3-longrope"].to_dict()
     reference_model("phi3-longrope", tmp_path)
     shutil.copy(DEMO_MODEL / "tokenizer.json", tmp_path)
-    whole = {"architectures": ["Phi3ForCausalLM"], "eos_token_id": [1, 7], "dtype": "float32", "text_config": config | {"architectures": None}}
+    whole = {
+        "architectures": ["Phi3ForCausalLM"],
+        "eos_token_id": [1, 7],
+        "dtype": "float32",
+        "text_config": config | {"architectures": None},
+    }
     (tmp_path / "config.json").write_text(json.dumps(whole))
     (tmp_path / "generation_config.json").unlink()
     files = open_model(str(tmp_path))
     assert (files.max_model_len, files.eos_token_ids, files.config["vocab_size"]) == (512, (1, 7), SIZES["vocab_size"])
     factors = {}
     for length in (64, 65, None):
-        engine = build_engine(ComputeSettings(max_model_len=length, kv_cache_memory="16MiB", num_threads=torch.get_num_threads()), files)
+        engine = build_engine(
+            ComputeSettings(max_model_len=length, kv_cache_memory="16MiB", num_threads=torch.get_num_threads()), files
+        )
         assert engine.max_model_len == (length or 512)
         factors[length] = 1 / (engine.runner.model.config.ropes[0].inv_freq * 10000.0 ** (torch.arange(16) / 16))
     for length, name in ((64, "short_factor"), (65, "long_factor"), (None, "long_factor")):
@@ -281,5 +354,7 @@ def test_a_model_that_claims_any_length_gets_what_memory_holds(tmp_path: Path) -
     folder = shutil.copytree(DEMO_MODEL, tmp_path / "long")
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 2**32 - 1}))
-    engine = build_engine(ComputeSettings(kv_cache_memory="16MiB", num_threads=torch.get_num_threads()), open_model(str(folder)))
+    engine = build_engine(
+        ComputeSettings(kv_cache_memory="16MiB", num_threads=torch.get_num_threads()), open_model(str(folder))
+    )
     assert engine.max_model_len == engine.scheduler.block_manager.num_blocks * 16

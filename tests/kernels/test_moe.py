@@ -1,4 +1,6 @@
-"""Mixtures of experts: the layer against its definition, a row's bits in any company, and the forms in which checkpoints hold experts."""
+"""Mixtures of experts: the layer against its definition, a row's bits in any company, and the forms
+in which checkpoints hold experts.
+"""
 
 import json
 from pathlib import Path
@@ -32,9 +34,13 @@ Weights = dict[str, torch.Tensor]
 def make_weights(dtype: torch.dtype) -> Weights:
     generator = torch.Generator().manual_seed(0)
     shapes = {
-        "router": (EXPERTS, HIDDEN), "gate_up": (EXPERTS, 2 * INTER, HIDDEN), "down": (EXPERTS, HIDDEN, INTER), "shared_gate": (1, HIDDEN),
-        "shared_gate_up": (2 * INTER, HIDDEN), "shared_down": (HIDDEN, INTER),
-    }  # fmt: skip
+        "router": (EXPERTS, HIDDEN),
+        "gate_up": (EXPERTS, 2 * INTER, HIDDEN),
+        "down": (EXPERTS, HIDDEN, INTER),
+        "shared_gate": (1, HIDDEN),
+        "shared_gate_up": (2 * INTER, HIDDEN),
+        "shared_down": (HIDDEN, INTER),
+    }
     return {name: (torch.randn(*shape, generator=generator) * 0.2).to(dtype) for name, shape in shapes.items()}
 
 
@@ -42,10 +48,14 @@ def make_layer(weights: Weights, backend: Backend, quantization: str = "none") -
     make = backend.make_linear
 
     def make_expert(gate_up: torch.Tensor, down: torch.Tensor) -> Expert:
-        return Expert(make(Dense(gate_up), quantization=quantization, is_gated=True), make(Dense(down), quantization=quantization))
+        return Expert(
+            make(Dense(gate_up), quantization=quantization, is_gated=True), make(Dense(down), quantization=quantization)
+        )
 
     experts = tuple(make_expert(*each) for each in zip(weights["gate_up"], weights["down"], strict=True))
-    shared = SharedExpert(make_expert(weights["shared_gate_up"], weights["shared_down"]), make(Dense(weights["shared_gate"])))
+    shared = SharedExpert(
+        make_expert(weights["shared_gate_up"], weights["shared_down"]), make(Dense(weights["shared_gate"]))
+    )
     return MoeMlp(backend.row_math, make(Dense(weights["router"])), experts, ACTIVE, True, shared)
 
 
@@ -60,8 +70,13 @@ def define(weights: Weights, x: torch.Tensor, norm: torch.Tensor) -> torch.Tenso
     rows = []
     for row, h in zip(x.double(), rms_norm(x, norm, EPS).double(), strict=True):
         weight, chosen = (wide["router"] @ h).softmax(0).topk(ACTIVE)
-        mixture = sum((weight[i] / weight.sum()) * run(wide["gate_up"][e], wide["down"][e], h) for i, e in enumerate(chosen.tolist()))
-        rows.append(row + mixture + torch.sigmoid(wide["shared_gate"] @ h) * run(wide["shared_gate_up"], wide["shared_down"], h))
+        mixture = sum(
+            (weight[i] / weight.sum()) * run(wide["gate_up"][e], wide["down"][e], h)
+            for i, e in enumerate(chosen.tolist())
+        )
+        rows.append(
+            row + mixture + torch.sigmoid(wide["shared_gate"] @ h) * run(wide["shared_gate_up"], wide["shared_down"], h)
+        )
     return torch.stack(rows)
 
 
@@ -73,7 +88,9 @@ def test_the_layer_is_what_its_definition_says(num_rows: int) -> None:
     layer = make_layer(weights, FLOAT32)
     expected = define(weights, x, norm)
     torch.testing.assert_close(layer(x, norm=norm, eps=EPS).double(), expected, atol=1e-5, rtol=1e-5)
-    torch.testing.assert_close(layer(x, norm=norm, eps=EPS, has_residual=False).double(), expected - x, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(
+        layer(x, norm=norm, eps=EPS, has_residual=False).double(), expected - x, atol=1e-5, rtol=1e-5
+    )
 
 
 @pytest.mark.usefixtures("instruction_set")
@@ -92,7 +109,9 @@ def test_a_row_has_the_same_bits_in_any_company(quantization: str) -> None:
     expected = define(weights, x, norm) - x
     found = layer(x, norm=norm, eps=EPS, has_residual=False).double()
     rms = float((found - expected).norm() / expected.norm())
-    assert rms < {"none": 0.02, "w8a8": 0.1}.get(quantization, 0.5)  # of int8 and four bits, some tokens get another expert
+    assert rms < {"none": 0.02, "w8a8": 0.1}.get(
+        quantization, 0.5
+    )  # of int8 and four bits, some tokens get another expert
 
 
 @pytest.mark.parametrize("num_experts", [4, 60, 128])
@@ -118,12 +137,16 @@ def fuse(folder: Path) -> None:
         before, _, after = name.partition(".experts.")
         if after:
             number, kind, _ = after.split(".")
-            fused.setdefault(before.replace("block_sparse_moe", "mlp"), {}).setdefault(int(number), {})[kinds[kind]] = tensor
+            fused.setdefault(before.replace("block_sparse_moe", "mlp"), {}).setdefault(int(number), {})[kinds[kind]] = (
+                tensor
+            )
         else:
             kept[name.replace("block_sparse_moe", "mlp")] = tensor
     for before, experts in fused.items():
         each = [experts[number] for number in range(len(experts))]
-        kept[before + ".experts.gate_up_proj"] = torch.stack([torch.cat([expert["gate"], expert["up"]]) for expert in each])
+        kept[before + ".experts.gate_up_proj"] = torch.stack(
+            [torch.cat([expert["gate"], expert["up"]]) for expert in each]
+        )
         kept[before + ".experts.down_proj"] = torch.stack([expert["down"] for expert in each])
     save_file(kept, folder / "model.safetensors", metadata={"format": "pt"})
 
@@ -142,7 +165,9 @@ def test_experts_in_one_tensor_and_one_by_one_are_the_same(name: str, tmp_path: 
 @pytest.mark.usefixtures("instruction_set")
 @pytest.mark.pairwise("name")
 @pytest.mark.parametrize(("name", "quantization"), [("qwen2-moe", "w8a8"), ("qwen2-moe", "w4"), ("gpt-oss", "w8a8")])
-def test_a_packed_mixture_is_the_same_model(name: str, quantization: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_packed_mixture_is_the_same_model(
+    name: str, quantization: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     source, packed = tmp_path / "source", tmp_path / "packed"
     reference_model(name, source)
     for pattern in TOKENIZER_FILES:
@@ -151,7 +176,10 @@ def test_a_packed_mixture_is_the_same_model(name: str, quantization: str, tmp_pa
                 (source / file.name).write_bytes(file.read_bytes())
     assert main(["quantize", str(source), str(packed), "--quantization", quantization]) == 0, capsys.readouterr().err
     some = prompts(4, SIZES["vocab_size"])
-    original, restored = Engine(source, dtype=torch.bfloat16, quantization=quantization), Engine(packed, dtype=torch.bfloat16)
+    original, restored = (
+        Engine(source, dtype=torch.bfloat16, quantization=quantization),
+        Engine(packed, dtype=torch.bfloat16),
+    )
     assert restored.generate(some, 12) == original.generate(some, 12)
     for number in range(4):
         assert torch.equal(torch.stack(original.logits[number]), torch.stack(restored.logits[number]))
@@ -160,7 +188,11 @@ def test_a_packed_mixture_is_the_same_model(name: str, quantization: str, tmp_pa
 def to_mxfp4(folder: Path, model: PreTrainedModel) -> None:
     """Random blocks in MXFP4 in the place of gpt-oss' experts, and in the model what they mean."""
     generator = torch.Generator().manual_seed(1)
-    kept = {name: tensor for name, tensor in load_file(folder / "model.safetensors").items() if not name.endswith(("gate_up_proj", "down_proj"))}
+    kept = {
+        name: tensor
+        for name, tensor in load_file(folder / "model.safetensors").items()
+        if not name.endswith(("gate_up_proj", "down_proj"))
+    }
     values = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
     for number, layer in enumerate(model.model.layers):
         for name in ("gate_up_proj", "down_proj"):
@@ -171,10 +203,15 @@ def to_mxfp4(folder: Path, model: PreTrainedModel) -> None:
             codes = torch.stack([blocks & 15, blocks >> 4], -1).flatten(-2).int()
             means = torch.where(codes > 7, -1.0, 1.0) * values[codes & 7] * torch.exp2(scales[..., None].float() - 127)
             weight.copy_(means.flatten(2).transpose(1, 2))
-            kept |= {f"model.layers.{number}.mlp.experts.{name}_{part}": each for part, each in (("blocks", blocks), ("scales", scales))}
+            kept |= {
+                f"model.layers.{number}.mlp.experts.{name}_{part}": each
+                for part, each in (("blocks", blocks), ("scales", scales))
+            }
     save_file(kept, folder / "model.safetensors", metadata={"format": "pt"})
     config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}}))
+    (folder / "config.json").write_text(
+        json.dumps(config | {"quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}})
+    )
 
 
 def test_experts_in_mxfp4(tmp_path: Path) -> None:
@@ -191,7 +228,10 @@ def test_experts_in_mxfp4(tmp_path: Path) -> None:
         assert isinstance(matrix, Grouped)
         assert torch.equal(matrix.dequantize(torch.float32), experts.down_proj[number].T)
         assert torch.equal(bias, experts.down_proj_bias[number].bfloat16())
-    with pytest.raises(StartupError, match=r"gate_up_proj_blocks has the shape \(6, 192, 2, 16\), config.json says \(192, 3, 16\) for each expert"):
+    with pytest.raises(
+        StartupError,
+        match=r"gate_up_proj_blocks has the shape \(6, 192, 2, 16\), config.json says \(192, 3, 16\) for each expert",
+    ):
         read_expert(source, "model.layers.1.mlp.experts.gate_up_proj", 0, (192, 96), torch.arange(192))
     some = prompts(3, SIZES["vocab_size"])
     loaded = Engine(tmp_path, dtype=torch.bfloat16)
@@ -199,15 +239,23 @@ def test_experts_in_mxfp4(tmp_path: Path) -> None:
     with pytest.raises(StartupError, match="is quantized already"):
         Engine(tmp_path, dtype=torch.bfloat16, quantization="w8a8")
     config = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "awq", "bits": 4}}))
-    with pytest.raises(StartupError, match="gate_up_proj is in MXFP4, and config.json's quantization_config says otherwise"):
+    (tmp_path / "config.json").write_text(
+        json.dumps(config | {"quantization_config": {"quant_method": "awq", "bits": 4}})
+    )
+    with pytest.raises(
+        StartupError, match="gate_up_proj is in MXFP4, and config.json's quantization_config says otherwise"
+    ):
         Engine(tmp_path, dtype=torch.bfloat16)
 
 
 def test_a_scale_that_float16_lacks_widens_an_expert() -> None:
     codes, exponents = torch.full((2, 1, 16), 0x21, dtype=torch.uint8), torch.tensor([[90], [127]], dtype=torch.uint8)
     wide = to_matrix(codes, exponents, torch.bfloat16)
-    assert isinstance(wide, Dense) and wide.weight[0, :2].tolist() == [2.0**-38, 2.0**-37] and wide.weight[1, :2].tolist() == [0.5, 1.0]
+    assert (
+        isinstance(wide, Dense)
+        and wide.weight[0, :2].tolist() == [2.0**-38, 2.0**-37]
+        and wide.weight[1, :2].tolist() == [0.5, 1.0]
+    )
     assert isinstance(to_matrix(codes, exponents.clamp(min=120), torch.bfloat16), Grouped)
 
 
@@ -228,11 +276,19 @@ def test_configurations() -> None:
     moe = read("qwen2-moe", "Qwen2MoeForCausalLM")
     assert moe.sparse_layers == {0, 2} and moe.shared_intermediate_size == 72 and not moe.has_normalized_weights
     assert read("qwen3-moe", "Qwen3MoeForCausalLM", decoder_sparse_step=2).sparse_layers == {1}
-    assert read("qwen3-moe", "Qwen3MoeForCausalLM").has_normalized_weights and read("qwen3-moe", "Qwen3MoeForCausalLM").num_experts == 8
+    assert (
+        read("qwen3-moe", "Qwen3MoeForCausalLM").has_normalized_weights
+        and read("qwen3-moe", "Qwen3MoeForCausalLM").num_experts == 8
+    )
     mixtral = read("mixtral", "MixtralForCausalLM")
     assert mixtral.sparse_layers == {0, 1, 2} and mixtral.has_normalized_weights and mixtral.intermediate_size == 112
     gpt_oss = read_config(CONFIGS["gpt-oss"].to_dict() | {"architectures": ["GptOssForCausalLM"]})
-    assert gpt_oss.moe is not None and gpt_oss.moe.has_bias and gpt_oss.has_sinks and gpt_oss.sliding_windows == (24, None, 24)
+    assert (
+        gpt_oss.moe is not None
+        and gpt_oss.moe.has_bias
+        and gpt_oss.has_sinks
+        and gpt_oss.sliding_windows == (24, None, 24)
+    )
     with pytest.raises(StartupError, match="swiglu_alpha and swiglu_limit must be"):
         read("gpt-oss", "GptOssForCausalLM", swiglu_limit=5.0)
     assert read_config(CONFIGS["qwen3"].to_dict() | {"architectures": ["Qwen3ForCausalLM"]}).moe is None

@@ -1,4 +1,6 @@
-"""Native kernels: against their torch references, on every instruction set of this machine; and a row's bits do not depend on other rows."""
+"""Native kernels: against their torch references, on every instruction set of this machine; and a
+row's bits do not depend on other rows.
+"""
 
 import json
 from itertools import accumulate
@@ -16,7 +18,16 @@ from services.compute.backends.cpu.linear import NativeLinear, NativeMlp
 from services.compute.backends.matrix import Dense
 from services.compute.backends.torch.attention import AttentionInputs, Heads
 from services.compute.backends.torch.linear import QuantizedTorchLinear, TorchLinear, TorchMlp
-from services.compute.backends.torch.reference import Scores, kv_row_size, norm_heads, quantize_weight, read_kv, rms_norm, rotary, write_kv
+from services.compute.backends.torch.reference import (
+    Scores,
+    kv_row_size,
+    norm_heads,
+    quantize_weight,
+    read_kv,
+    rms_norm,
+    rotary,
+    write_kv,
+)
 from services.compute.backends.torch.row_math import TorchRowMath
 from services.operator.cli import main
 from shared.model.files import DEMO_MODEL
@@ -45,7 +56,9 @@ def native(weight: torch.Tensor, bias: torch.Tensor | None, mode: str, *, group:
     return native_backend().make_linear(Dense(weight), bias, quantization=mode, group=group, **gate)
 
 
-def torch_linear(mode: str, weight: torch.Tensor, bias: torch.Tensor | None, *, group: int = 64, **gate: Any) -> TorchLinear:
+def torch_linear(
+    mode: str, weight: torch.Tensor, bias: torch.Tensor | None, *, group: int = 64, **gate: Any
+) -> TorchLinear:
     """The reference, in float32 where the arithmetic is in floating point."""
     if mode != "none":
         return QuantizedTorchLinear(quantize_weight(weight, mode, group), bias, **gate)
@@ -54,26 +67,42 @@ def torch_linear(mode: str, weight: torch.Tensor, bias: torch.Tensor | None, *, 
 
 @pytest.mark.parametrize("mode", MODES)
 @given(
-    rows=st.integers(1, 70), n=st.integers(1, 200), k=st.integers(1, 300), group=st.sampled_from([32, 64, 128]), has_bias=st.booleans(),
-    has_residual=st.booleans(), seed=st.integers(0, 99),
-)  # fmt: skip
+    rows=st.integers(1, 70),
+    n=st.integers(1, 200),
+    k=st.integers(1, 300),
+    group=st.sampled_from([32, 64, 128]),
+    has_bias=st.booleans(),
+    has_residual=st.booleans(),
+    seed=st.integers(0, 99),
+)
 @examples(40)
-def test_linear_layers(mode: str, rows: int, n: int, k: int, group: int, has_bias: bool, has_residual: bool, seed: int) -> None:
+def test_linear_layers(
+    mode: str, rows: int, n: int, k: int, group: int, has_bias: bool, has_residual: bool, seed: int
+) -> None:
     x, weight = randn(rows, k, seed=seed), randn(n, k, seed=seed + 1, scale=0.1)
     bias = randn(n, seed=seed + 2) if has_bias else None
     residual = randn(rows, n, seed=seed + 3) if has_residual else None
     layer = native(weight, bias, mode, group=group)
     found = layer(x, residual=residual)
-    expected = torch_linear(mode, weight, bias, group=group)(x.float(), residual=residual.float() if residual is not None else None)
+    expected = torch_linear(mode, weight, bias, group=group)(
+        x.float(), residual=residual.float() if residual is not None else None
+    )
     assert error(found, expected) < 4e-3
-    alone = torch.cat([layer(x[row : row + 1], residual=residual[row : row + 1] if residual is not None else None) for row in range(rows)])
+    alone = torch.cat(
+        [
+            layer(x[row : row + 1], residual=residual[row : row + 1] if residual is not None else None)
+            for row in range(rows)
+        ]
+    )
     assert torch.equal(found, alone)
 
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(("rows", "n", "k"), [(300, 40, 9000), (530, 70, 5000)])
 def test_many_long_rows(mode: str, rows: int, n: int, k: int) -> None:
-    """They are multiplied in several panels, and in bf16 and int8 in parts, whose sums go on from the part before: the same bits as alone."""
+    """They are multiplied in several panels, and in bf16 and int8 in parts, whose sums go on from
+    the part before: the same bits as alone.
+    """
     x, weight, bias = randn(rows, k), randn(n, k, seed=1, scale=0.1), randn(n, seed=2)
     layer = native(weight, bias, mode)
     found = layer(x)
@@ -107,40 +136,73 @@ def test_normalized_and_gated_layers(mode: str, bound: float, rows: int, hidden:
 @pytest.mark.parametrize(("rows", "hidden", "inter"), [(1, 64, 112), (33, 96, 200)])
 def test_an_mlp_with_gelu_and_no_norm_or_residual(mode: str, rows: int, hidden: int, inter: int) -> None:
     """Also far out, where GELU is its input, or 0."""
-    x, gate_up, down = randn(rows, hidden, scale=20.0), randn(2 * inter, hidden, seed=2, scale=0.1), randn(hidden, inter, seed=3, scale=0.1)
+    x, gate_up, down = (
+        randn(rows, hidden, scale=20.0),
+        randn(2 * inter, hidden, seed=2, scale=0.1),
+        randn(hidden, inter, seed=3, scale=0.1),
+    )
     gate = {"is_gated": True, "activation": "gelu_tanh"}
     layer = native(gate_up, None, mode, **gate)
     reference = torch_linear(mode, gate_up, None, **gate)
     assert error(layer(x), reference(x.float())) < 5e-3
     mlp, reference_mlp = NativeMlp(layer, native(down, None, mode)), TorchMlp(reference, torch_linear(mode, down, None))
     found = mlp(x, norm=None, eps=EPS, has_residual=False)
-    assert error(found, reference_mlp(x.float(), norm=None, eps=EPS, has_residual=False)) < (6e-3 if mode == "none" else 2.5e-2)
-    assert torch.equal(found, torch.cat([mlp(x[row : row + 1], norm=None, eps=EPS, has_residual=False) for row in range(rows)]))
+    assert error(found, reference_mlp(x.float(), norm=None, eps=EPS, has_residual=False)) < (
+        6e-3 if mode == "none" else 2.5e-2
+    )
+    assert torch.equal(
+        found, torch.cat([mlp(x[row : row + 1], norm=None, eps=EPS, has_residual=False) for row in range(rows)])
+    )
 
 
-@given(rows=st.integers(1, 40), hidden=st.integers(1, 300), has_norm=st.booleans(), multiplier=st.sampled_from([1.0, 0.22]), seed=st.integers(0, 99))
+@given(
+    rows=st.integers(1, 40),
+    hidden=st.integers(1, 300),
+    has_norm=st.booleans(),
+    multiplier=st.sampled_from([1.0, 0.22]),
+    seed=st.integers(0, 99),
+)
 @examples(60)
 def test_adding_to_the_residual(rows: int, hidden: int, has_norm: bool, multiplier: float, seed: int) -> None:
-    x, h, norm = randn(rows, hidden, seed=seed), randn(rows, hidden, seed=seed + 1, scale=3.0), randn(hidden, seed=seed + 2) if has_norm else None
+    x, h, norm = (
+        randn(rows, hidden, seed=seed),
+        randn(rows, hidden, seed=seed + 1, scale=3.0),
+        randn(hidden, seed=seed + 2) if has_norm else None,
+    )
     native_math = native_backend().row_math
     found = native_math.add(x, h, norm=norm, eps=EPS, multiplier=multiplier)
-    expected = TorchRowMath().add(x.double(), h.double(), norm=norm.double() if norm is not None else None, eps=EPS, multiplier=multiplier)
+    expected = TorchRowMath().add(
+        x.double(), h.double(), norm=norm.double() if norm is not None else None, eps=EPS, multiplier=multiplier
+    )
     # the result is rounded once, and so is a normalized value before its weight
     assert torch.all((found - expected).abs() <= 1.01 * 2**-8 * (expected.abs() + (expected - x.double()).abs()))
-    alone = [native_math.add(x[row : row + 1], h[row : row + 1], norm=norm, eps=EPS, multiplier=multiplier) for row in range(rows)]
+    alone = [
+        native_math.add(x[row : row + 1], h[row : row + 1], norm=norm, eps=EPS, multiplier=multiplier)
+        for row in range(rows)
+    ]
     assert torch.equal(found, torch.cat(alone))
 
 
 @pytest.mark.parametrize(("rows", "hidden"), [(1, 64), (9, 300), (40, 33)])
 def test_a_norm_by_itself_is_what_a_layer_does_before_it_multiplies(rows: int, hidden: int) -> None:
     backend = native_backend()
-    x, weight, layer = randn(rows, hidden, scale=3.0), (1 + randn(hidden, seed=1) * 0.1).bfloat16(), backend.make_linear(Dense(randn(70, hidden, seed=2)))
+    x, weight, layer = (
+        randn(rows, hidden, scale=3.0),
+        (1 + randn(hidden, seed=1) * 0.1).bfloat16(),
+        backend.make_linear(Dense(randn(70, hidden, seed=2))),
+    )
     found = backend.row_math.norm(x, weight=weight, eps=EPS)
     assert error(found, rms_norm(x.double(), weight.double(), EPS)) < 4e-3
     assert torch.equal(layer(found), layer(x, norm=weight, eps=EPS))
 
 
-@given(rows=st.integers(1, 9), vocab=st.integers(1, 30_000), multiplier=st.sampled_from([1.0, 0.125]), cap=st.sampled_from([0.0, 30.0]), seed=st.integers(0, 9))
+@given(
+    rows=st.integers(1, 9),
+    vocab=st.integers(1, 30_000),
+    multiplier=st.sampled_from([1.0, 0.125]),
+    cap=st.sampled_from([0.0, 30.0]),
+    seed=st.integers(0, 9),
+)
 @examples(30)
 def test_finishing_logits(rows: int, vocab: int, multiplier: float, cap: float, seed: int) -> None:
     logits = torch.randn(rows, vocab, generator=torch.Generator().manual_seed(seed)) * 60
@@ -152,9 +214,18 @@ def test_finishing_logits(rows: int, vocab: int, multiplier: float, cap: float, 
 
 
 def exact_attention(
-    heads: Heads, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, positions: torch.Tensor, window: int | None, scores_of: Scores, sinks: torch.Tensor | None
+    heads: Heads,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    positions: torch.Tensor,
+    window: int | None,
+    scores_of: Scores,
+    sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """In float64. q: [n, heads, d]; k, v: [context, kv_heads, d]; positions: [n]; sinks: [heads]. Returns [n, heads * d]."""
+    """In float64. q: [n, heads, d]; k, v: [context, kv_heads, d]; positions: [n]; sinks: [heads].
+    Returns [n, heads * d].
+    """
     here = slice(heads.num_before, heads.num_before + heads.num_heads)
     k, v = (each.double().repeat_interleave(heads.sharing, 1)[:, here] for each in (k, v))
     scores = torch.einsum("nhd,chd->hnc", q.double(), k) * scores_of.scale
@@ -171,7 +242,10 @@ def exact_attention(
 
 
 @pytest.mark.pairwise
-@pytest.mark.parametrize(("group", "scores", "spread"), [(0, None, 0), (0, Scores(0.3, 5.0), 3), (8, None, 40), (32, Scores(0.3, 5.0), 0), (0, None, 2)])
+@pytest.mark.parametrize(
+    ("group", "scores", "spread"),
+    [(0, None, 0), (0, Scores(0.3, 5.0), 3), (8, None, 40), (32, Scores(0.3, 5.0), 0), (0, None, 2)],
+)
 @pytest.mark.parametrize(
     ("heads", "block_size", "window", "contexts", "lengths"),
     [
@@ -189,9 +263,18 @@ def exact_attention(
     ],
 )
 def test_attention(
-    heads: Heads, block_size: int, window: int | None, contexts: list[int], lengths: list[int], group: int, scores: Scores | None, spread: int
+    heads: Heads,
+    block_size: int,
+    window: int | None,
+    contexts: list[int],
+    lengths: list[int],
+    group: int,
+    scores: Scores | None,
+    spread: int,
 ) -> None:
-    """Over a cache that holds the context already; with angles of 0 nothing rotates, and the step's own K and V come from qkv. spread: of sinks."""
+    """Over a cache that holds the context already; with angles of 0 nothing rotates, and the step's
+    own K and V come from qkv. spread: of sinks.
+    """
     dim, num_heads = heads.head_dim, heads.num_heads
     counts = [-(-context // block_size) for context in contexts]
     blocks = torch.randperm(sum(counts), generator=torch.Generator().manual_seed(5)).tolist()
@@ -209,27 +292,62 @@ def test_attention(
     qkv = randn(num_tokens, (num_heads + 2 * heads.num_kv_heads) * dim, seed=8)
     starts = [0, *accumulate(lengths)]
     positions = [torch.arange(context - length, context) for context, length in zip(contexts, lengths, strict=True)]
-    slots = torch.cat([torch.tensor(table)[at // block_size] * block_size + at % block_size for table, at in zip(tables, positions, strict=True)])
+    slots = torch.cat(
+        [
+            torch.tensor(table)[at // block_size] * block_size + at % block_size
+            for table, at in zip(tables, positions, strict=True)
+        ]
+    )
 
     def inputs(which: list[int], lens: list[int], ends: list[int], rows: slice) -> AttentionInputs:
         count = rows.stop - rows.start
-        return AttentionInputs(lens, ends, [tuple(tables[each]) for each in which], slots[rows], ((torch.ones(count, dim // 2), torch.zeros(count, dim // 2)),))
+        return AttentionInputs(
+            lens,
+            ends,
+            [tuple(tables[each]) for each in which],
+            slots[rows],
+            ((torch.ones(count, dim // 2), torch.zeros(count, dim // 2)),),
+        )
 
     attention = native_backend().make_attention(heads, scores)
     assert isinstance(attention, NativeAttention)
     sinks = randn(num_heads, seed=9).float() * spread if spread else None
     everything = inputs(list(range(len(contexts))), lengths, contexts, slice(0, num_tokens))
-    found = attention(qkv.clone(), native, attention.plan(everything, block_size), window=window, norms=(None, None), eps=EPS, sinks=sinks).clone()
+    found = attention(
+        qkv.clone(),
+        native,
+        attention.plan(everything, block_size),
+        window=window,
+        norms=(None, None),
+        eps=EPS,
+        sinks=sinks,
+    ).clone()
     kv = from_slabs(native, dim)
     for number, table in enumerate(tables):
         rows = slice(starts[number], starts[number + 1])
-        k, v = (read_kv(kv[which][torch.tensor(table)], dim, torch.bfloat16).transpose(1, 2).flatten(0, 1)[: contexts[number]] for which in (0, 1))
+        k, v = (
+            read_kv(kv[which][torch.tensor(table)], dim, torch.bfloat16)
+            .transpose(1, 2)
+            .flatten(0, 1)[: contexts[number]]
+            for which in (0, 1)
+        )
         q = qkv[rows, : num_heads * dim].view(-1, num_heads, dim)
-        assert error(found[rows], exact_attention(heads, q, k, v, positions[number], window, attention.scores, sinks)) < 5e-3
+        assert (
+            error(found[rows], exact_attention(heads, q, k, v, positions[number], window, attention.scores, sinks))
+            < 5e-3
+        )
         for row in range(rows.start, rows.stop, 7):
             end = int(positions[number][row - rows.start]) + 1
             one = inputs([number], [1], [end], slice(row, row + 1))
-            alone = attention(qkv[row : row + 1].clone(), native, attention.plan(one, block_size), window=window, norms=(None, None), eps=EPS, sinks=sinks)
+            alone = attention(
+                qkv[row : row + 1].clone(),
+                native,
+                attention.plan(one, block_size),
+                window=window,
+                norms=(None, None),
+                eps=EPS,
+                sinks=sinks,
+            )
             assert torch.equal(alone[0], found[row])
 
 
@@ -250,21 +368,35 @@ def test_a_nan_of_a_row_is_all_that_comes_of_it(quantization: str) -> None:
 @pytest.mark.parametrize("group", [0, 8, 64])
 @pytest.mark.parametrize("norm_heads_of", [None, (1, 1), (6, 2)])
 @pytest.mark.parametrize("rotary_dim", [64, 32])
-def test_rotation_and_the_way_into_the_cache(norm_heads_of: tuple[int, int] | None, group: int, rotary_dim: int) -> None:
-    """Without a norm, with one of each head, and with one of all heads together; of all dimensions, and of the first."""
+def test_rotation_and_the_way_into_the_cache(
+    norm_heads_of: tuple[int, int] | None, group: int, rotary_dim: int
+) -> None:
+    """Without a norm, with one of each head, and with one of all heads together; of all dimensions,
+    and of the first.
+    """
     heads, tokens = Heads(6, 2, 64, rotary_dim), 9
     qkv = randn(tokens, 10 * 64)
     angles = torch.rand(tokens, rotary_dim // 2, generator=torch.Generator().manual_seed(1)) * 6
     slots = torch.randperm(64, generator=torch.Generator().manual_seed(2))[:tokens]
-    norms = tuple((1 + randn(64 * count, seed=count) * 0.1).bfloat16() for count in norm_heads_of) if norm_heads_of is not None else (None, None)
-    kv = torch.zeros(2, 4, 2, 16, kv_row_size(64, group), dtype=torch.uint8) if group else torch.zeros(2, 4, 2, 16, 64).bfloat16()
+    norms = (
+        tuple((1 + randn(64 * count, seed=count) * 0.1).bfloat16() for count in norm_heads_of)
+        if norm_heads_of is not None
+        else (None, None)
+    )
+    kv = (
+        torch.zeros(2, 4, 2, 16, kv_row_size(64, group), dtype=torch.uint8)
+        if group
+        else torch.zeros(2, 4, 2, 16, 64).bfloat16()
+    )
     expected = kv.clone()
     q, k, v = qkv.view(tokens, 10, 64).split_with_sizes([6, 2, 2], dim=1)
     if norms[0] is not None and norms[1] is not None:
         q, k = norm_heads(q, norms[0], EPS), norm_heads(k, norms[1], EPS)
     q, k = (rotary(each, angles.cos()[:, None], angles.sin()[:, None]) for each in (q, k))
     attention = native_backend().make_attention(heads)
-    inputs = AttentionInputs([1] * tokens, [1] * tokens, [(int(slot) // 16,) for slot in slots], slots, ((angles.cos(), angles.sin()),))
+    inputs = AttentionInputs(
+        [1] * tokens, [1] * tokens, [(int(slot) // 16,) for slot in slots], slots, ((angles.cos(), angles.sin()),)
+    )
     changed, native = qkv.clone(), to_slabs(kv, 64)
     attention(changed, native, attention.plan(inputs, 16), window=None, norms=norms, eps=EPS)
     torch.testing.assert_close(changed.view(tokens, 10, 64)[:, :6], q)
@@ -288,12 +420,22 @@ def test_the_largest_logits_and_the_mass_of_all(vocab: int, rows: int, wanted: i
     expected_values, order = logits.sort(dim=-1, descending=True, stable=True)
     assert values.tolist() == expected_values[:, :k].tolist()
     assert ids.tolist() == order[:, :k].tolist()
-    which, largest, temperatures = np.arange(rows)[::-1].copy(), values[::-1, 0].copy(), np.linspace(0.3, 2.0, rows, dtype=np.float32)
+    which, largest, temperatures = (
+        np.arange(rows)[::-1].copy(),
+        values[::-1, 0].copy(),
+        np.linspace(0.3, 2.0, rows, dtype=np.float32),
+    )
     masses = search.total_masses(logits, which, largest, temperatures)
-    exact = [((logits[row].double() - float(largest[at])) / float(temperatures[at])).exp().sum().item() for at, row in enumerate(which)]
+    exact = [
+        ((logits[row].double() - float(largest[at])) / float(temperatures[at])).exp().sum().item()
+        for at, row in enumerate(which)
+    ]
     np.testing.assert_allclose(masses, exact, rtol=3e-6)  # exponents are rounded to float32
     for at in range(rows):
-        assert search.total_masses(logits, which[at : at + 1], largest[at : at + 1], temperatures[at : at + 1])[0] == masses[at]
+        assert (
+            search.total_masses(logits, which[at : at + 1], largest[at : at + 1], temperatures[at : at + 1])[0]
+            == masses[at]
+        )
 
 
 @pytest.mark.sampled(2)
@@ -304,20 +446,43 @@ def test_the_modes_agree_with_float32(tmp_path: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(DEMO_MODEL)
     texts = ["What is a KV cache?", "What is Penstock?", "What is continuous batching?", "What is a block table?"]
     prompts = [
-        tokenizer.encode(tokenizer.apply_chat_template([{"role": "user", "content": text}], tokenize=False, add_generation_prompt=True)) for text in texts
+        tokenizer.encode(
+            tokenizer.apply_chat_template(
+                [{"role": "user", "content": text}], tokenize=False, add_generation_prompt=True
+            )
+        )
+        for text in texts
     ]
     expected = Engine(DEMO_MODEL).generate(prompts, 40, eos=1)
     for quantization in MODES:
-        assert Engine(DEMO_MODEL, dtype=torch.bfloat16, quantization=quantization).generate(prompts, 40, eos=1) == expected
+        assert (
+            Engine(DEMO_MODEL, dtype=torch.bfloat16, quantization=quantization).generate(prompts, 40, eos=1) == expected
+        )
 
 
 @pytest.mark.sampled(4)
-@pytest.mark.parametrize(("quantization", "options"), [("w8a8", {}), ("w4", {}), ("nf4", {"attention_output": True, "lm_head": True})])
-def test_a_quantized_checkpoint_is_the_same_model(quantization: str, options: dict[str, bool], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("quantization", "options"), [("w8a8", {}), ("w4", {}), ("nf4", {"attention_output": True, "lm_head": True})]
+)
+def test_a_quantized_checkpoint_is_the_same_model(
+    quantization: str, options: dict[str, bool], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     prompts = [[5, 6, 7], list(range(40, 90))]
     at_load = Engine(DEMO_MODEL, dtype=torch.bfloat16, quantization=quantization, **options)
     expected = at_load.generate(prompts, 12)
-    assert main(["quantize", "demo", str(tmp_path), "--quantization", quantization, *(["--attention-output", "--lm-head"] if options else [])]) == 0
+    assert (
+        main(
+            [
+                "quantize",
+                "demo",
+                str(tmp_path),
+                "--quantization",
+                quantization,
+                *(["--attention-output", "--lm-head"] if options else []),
+            ]
+        )
+        == 0
+    )
     from_file = Engine(tmp_path, dtype=torch.bfloat16)
     assert from_file.generate(prompts, 12) == expected
     for number in range(len(prompts)):
@@ -336,7 +501,10 @@ def test_a_quantized_checkpoint_is_the_same_model(quantization: str, options: di
     with pytest.raises(StartupError, match="quantized already"):
         Engine(tmp_path, dtype=torch.bfloat16, quantization="nf4" if quantization != "nf4" else "w4")
     if quantization == "w8a8":  # all of it has eight bits: the options are of four
-        assert Engine(tmp_path, dtype=torch.bfloat16, attention_output=True, lm_head=True).generate(prompts, 12) == expected
+        assert (
+            Engine(tmp_path, dtype=torch.bfloat16, attention_output=True, lm_head=True).generate(prompts, 12)
+            == expected
+        )
     elif not options:
         with pytest.raises(StartupError, match="quantized already, without it"):
             Engine(tmp_path, dtype=torch.bfloat16, attention_output=True)

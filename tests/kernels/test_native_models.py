@@ -43,7 +43,8 @@ def random_prompts() -> list[list[int]]:
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_bfloat16_is_close_to_float32(name: str, tmp_path: Path) -> None:
-    """The root mean square error of the logits, relative. transformers' own in bfloat16 is as large: 1 to 2%, and with phi3-longrope, whose scores are
+    """The root mean square error of the logits, relative. transformers' own in bfloat16 is as
+    large: 1 to 2%, and with phi3-longrope, whose scores are
     the largest, 5 to 7%."""
     reference = reference_model(name, tmp_path)
     engine, prompts = Engine(tmp_path, dtype=torch.bfloat16), random_prompts()
@@ -56,18 +57,25 @@ def test_bfloat16_is_close_to_float32(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.pairwise("name")
-# Every family as it is; those whose layers have parts of their own (post-norms, norms of heads, multipliers) in both forms of integers too.
+# Every family as it is; those whose layers have parts of their own (post-norms, norms of heads,
+# multipliers) in both forms of integers too.
 @pytest.mark.parametrize(
     ("name", "quantization"),
     [
         *((name, "none") for name in FAMILIES),
-        *((name, mode) for name in ("gemma2", "gemma3", "qwen3", "granite", "olmo2", "seed-oss") for mode in ("w8a8", "w4")),
+        *(
+            (name, mode)
+            for name in ("gemma2", "gemma3", "qwen3", "granite", "olmo2", "seed-oss")
+            for mode in ("w8a8", "w4")
+        ),
     ],
 )
 def test_layers_in_one_call_are_those_called_one_by_one(name: str, quantization: str, tmp_path: Path) -> None:
     """Bit for bit: a model that is only stacked, and one that is not, see the same prompts."""
     reference_model(name, tmp_path)
-    stacked, by_layer = (Engine(tmp_path, dtype=torch.bfloat16, quantization=quantization, max_batched_tokens=50) for _ in range(2))
+    stacked, by_layer = (
+        Engine(tmp_path, dtype=torch.bfloat16, quantization=quantization, max_batched_tokens=50) for _ in range(2)
+    )
     assert isinstance(stacked.runner.model, Decoder) and isinstance(stacked.runner.model.stack, NativeStack)
     model = by_layer.runner.model
     assert isinstance(model, Decoder)
@@ -98,7 +106,9 @@ def test_a_packed_checkpoint_is_the_same_model(name: str, tmp_path: Path) -> Non
     reference_model(name, tmp_path / "source")
     shutil.copy(DEMO_MODEL / "tokenizer.json", tmp_path / "source")
     quantize(str(tmp_path / "source"), tmp_path / "packed", Packed("w8a8", 64, attention_output=True))
-    assert (tmp_path / "packed" / "model.safetensors").stat().st_mode == (tmp_path / "packed" / "config.json").stat().st_mode, "whoever may read one"
+    assert (tmp_path / "packed" / "model.safetensors").stat().st_mode == (
+        tmp_path / "packed" / "config.json"
+    ).stat().st_mode, "whoever may read one"
     at_load = Engine(tmp_path / "source", dtype=torch.bfloat16, quantization="w8a8", attention_output=True)
     from_file = Engine(tmp_path / "packed", dtype=torch.bfloat16)
     prompts = random_prompts()

@@ -1,4 +1,6 @@
-"""A rank's part of a model: the rows of what all would be, in the same form, and products whose bits are the columns of the whole layer's."""
+"""A rank's part of a model: the rows of what all would be, in the same form, and products whose
+bits are the columns of the whole layer's.
+"""
 
 import functools
 import json
@@ -48,7 +50,9 @@ LAYER, N, K = "model.layers.0.mlp.up_proj.", 200, 256
 def ranges_of(n: int, unit: int = 1) -> st.SearchStrategy[list[range]]:
     """Some ranges of n rows, whose borders are multiples of the unit."""
     borders = st.lists(st.integers(0, n // unit), min_size=2, max_size=6, unique=True).map(sorted)
-    return borders.map(lambda found: [range(first * unit, last * unit) for first, last in zip(found[::2], found[1::2], strict=False)])
+    return borders.map(
+        lambda found: [range(first * unit, last * unit) for first, last in zip(found[::2], found[1::2], strict=False)]
+    )
 
 
 def numbers_of(rows: Sequence[range]) -> Tensor:
@@ -105,7 +109,10 @@ def test_all_of_a_layer_decides_its_form(tmp_path: Path) -> None:
     found = {}
     for name, tensors in parts.items():
         (tmp_path / name).mkdir()
-        save_file({LAYER + part: tensor.contiguous() for part, tensor in tensors.items()}, tmp_path / name / "model.safetensors")
+        save_file(
+            {LAYER + part: tensor.contiguous() for part, tensor in tensors.items()},
+            tmp_path / name / "model.safetensors",
+        )
         source = SafetensorsSource(tmp_path / name, torch.bfloat16, CPU, configs[name])
         whole, part = source.matrix(LAYER, (N, K)), source.matrix(LAYER, (N, K), [range(N - 1)])
         check_rows(whole, part, [range(N - 1)])
@@ -136,7 +143,11 @@ def test_rows_of_every_type_of_gguf(kind: Kind, folder: Path, data: st.DataObjec
 
 def test_all_of_a_ggufs_matrix_decides_its_form(tmp_path: Path) -> None:
     """One row has a scale that float16 can't hold: a part without that row is as dense as the whole."""
-    path, n, hidden = Writer(random_model(LlamaConfig(**WIDE)), tmp_path / "model.gguf").write(Kind.MXFP4), WIDE["intermediate_size"], WIDE["hidden_size"]
+    path, n, hidden = (
+        Writer(random_model(LlamaConfig(**WIDE)), tmp_path / "model.gguf").write(Kind.MXFP4),
+        WIDE["intermediate_size"],
+        WIDE["hidden_size"],
+    )
     with path.open("r+b") as file:
         info = read_model(path).tensors["blk.0.ffn_up.weight"]
         file.seek(info.offset + (n - 1) * info.size_bytes // n)
@@ -151,13 +162,22 @@ def taken(matrix: Matrix, rows: Sequence[range]) -> Matrix:
     """The rows of a matrix that is not made of blocks of rows."""
     assert not isinstance(matrix, Joined)
     tensors = {each.name: getattr(matrix, each.name) for each in fields(matrix)}
-    return replace(matrix, **{name: part[numbers_of(rows)] for name, part in tensors.items() if isinstance(part, Tensor) and len(part) == matrix.shape[0]})
+    return replace(
+        matrix,
+        **{
+            name: part[numbers_of(rows)]
+            for name, part in tensors.items()
+            if isinstance(part, Tensor) and len(part) == matrix.shape[0]
+        },
+    )
 
 
 @pytest.mark.usefixtures("instruction_set")
 @pytest.mark.parametrize("form", ["dense", *FORMS])
 def test_a_layer_of_some_rows_computes_their_columns(form: str) -> None:
-    """Its bits are the whole layer's; and where the form is one that is packed, so are those of a layer restored from the whole one's parts."""
+    """Its bits are the whole layer's; and where the form is one that is packed, so are those of a
+    layer restored from the whole one's parts.
+    """
     backend, k = native_backend(), 300
     for is_gated, rows, unit in ((False, 1, 32), (False, 40, 32), (True, 9, 32), (False, 3, 1), (True, 37, 1)):
         outputs = 200
@@ -166,15 +186,25 @@ def test_a_layer_of_some_rows_computes_their_columns(form: str) -> None:
         bias, x, norm = randn(n, seed=3), randn(rows, k), (1 + randn(k, seed=1) * 0.1).bfloat16()
         whole = backend.make_linear(matrix, bias, is_gated=is_gated)
         expected = whole(x, norm=norm, eps=EPS)
-        for some in ([range(unit, 3 * unit)], [range(2 * unit), range(5 * unit, outputs)], [range(outputs - 1, outputs)] if unit == 1 else [range(192, 200)]):
-            of_both = [*some, *(range(outputs + each.start, outputs + each.stop) for each in some)] if is_gated else some
+        for some in (
+            [range(unit, 3 * unit)],
+            [range(2 * unit), range(5 * unit, outputs)],
+            [range(outputs - 1, outputs)] if unit == 1 else [range(192, 200)],
+        ):
+            of_both = (
+                [*some, *(range(outputs + each.start, outputs + each.stop) for each in some)] if is_gated else some
+            )
             columns = expected[:, numbers_of(some)]
             layer = backend.make_linear(taken(matrix, of_both), bias[numbers_of(of_both)], is_gated=is_gated)
             assert torch.equal(layer(x, norm=norm, eps=EPS), columns), (is_gated, some)
             if form in ("dense", *RESTORED):
-                restored = backend.restore_linear(whole.parts, n, k, is_gated=is_gated, has_bias=True, activation="silu", outputs=some)
+                restored = backend.restore_linear(
+                    whole.parts, n, k, is_gated=is_gated, has_bias=True, activation="silu", outputs=some
+                )
                 assert torch.equal(restored(x, norm=norm, eps=EPS), columns), (is_gated, some)
-                assert {name: part.shape for name, part in restored.parts.items()} == {name: part.shape for name, part in layer.parts.items()}
+                assert {name: part.shape for name, part in restored.parts.items()} == {
+                    name: part.shape for name, part in layer.parts.items()
+                }
 
 
 @pytest.mark.parametrize("quantization", ["none", "w8a8", "w4", "nf4", "fp8"])
@@ -197,7 +227,9 @@ Columns = list[tuple[Linear | None, list[range]]]  # of each rank: a layer, and 
 
 
 def check_columns(whole: Linear | None, parts: Columns, width: int, *, is_logits: bool = False) -> None:
-    """Together the ranks have all outputs, some of them twice, each with the whole layer's bits. width: of the inputs."""
+    """Together the ranks have all outputs, some of them twice, each with the whole layer's bits.
+    width: of the inputs.
+    """
     assert whole is not None
     x = randn(5, width, seed=width)
     expected = whole.logits(x).clone() if is_logits else whole(x)
@@ -210,8 +242,12 @@ def check_columns(whole: Linear | None, parts: Columns, width: int, *, is_logits
 
 def check_mlp(whole: MlpParts | Expert, parts: list[MlpParts], hidden: int, inter: int) -> None:
     shares = [Share(rank, len(parts)) for rank in range(len(parts))]
-    check_columns(whole.gate_up, [(each.gate_up, [share.part(inter)]) for share, each in zip(shares, parts, strict=True)], hidden)
-    check_columns(whole.down, [(each.down, [share.part(hidden)]) for share, each in zip(shares, parts, strict=True)], inter)
+    check_columns(
+        whole.gate_up, [(each.gate_up, [share.part(inter)]) for share, each in zip(shares, parts, strict=True)], hidden
+    )
+    check_columns(
+        whole.down, [(each.down, [share.part(hidden)]) for share, each in zip(shares, parts, strict=True)], inter
+    )
 
 
 def check_layer(config: ModelConfig, whole: LayerParts, parts: list[LayerParts]) -> None:
@@ -220,21 +256,35 @@ def check_layer(config: ModelConfig, whole: LayerParts, parts: list[LayerParts])
     heads = heads_of(config, len(parts))
     starts = (0, config.num_heads * head_dim, (config.num_heads + config.num_kv_heads) * head_dim)
     rows = [
-        [range(start + some.start * head_dim, start + some.stop * head_dim) for start, some in zip(starts, (each.queries, each.kv, each.kv), strict=True)]
+        [
+            range(start + some.start * head_dim, start + some.stop * head_dim)
+            for start, some in zip(starts, (each.queries, each.kv, each.kv), strict=True)
+        ]
         for each in heads
     ]
     check_columns(whole.qkv, [(each.qkv, some) for each, some in zip(parts, rows, strict=True)], hidden)
-    check_columns(whole.output, [(each.output, [share.part(hidden)]) for share, each in zip(shares, parts, strict=True)], config.num_heads * head_dim)
+    check_columns(
+        whole.output,
+        [(each.output, [share.part(hidden)]) for share, each in zip(shares, parts, strict=True)],
+        config.num_heads * head_dim,
+    )
     for part, some in zip(parts, heads, strict=True):
         assert part.norms.q is None or torch.equal(part.norms.q, whole.norms.q)
         if whole.sinks is not None:
-            assert torch.equal(part.sinks if part.sinks is not None else torch.empty(0), whole.sinks[some.queries.start : some.queries.stop])
+            assert torch.equal(
+                part.sinks if part.sinks is not None else torch.empty(0),
+                whole.sinks[some.queries.start : some.queries.stop],
+            )
     if isinstance(whole.mlp, MlpParts):
-        check_mlp(whole.mlp, [each.mlp for each in parts if isinstance(each.mlp, MlpParts)], hidden, config.intermediate_size)
+        check_mlp(
+            whole.mlp, [each.mlp for each in parts if isinstance(each.mlp, MlpParts)], hidden, config.intermediate_size
+        )
         return
     mixtures = [each.mlp for each in parts if isinstance(each.mlp, MixtureParts)]
     assert (
-        config.moe is not None and len(mixtures) == len(parts) and [number for each in mixtures for number in each.numbers] == [*range(config.moe.num_experts)]
+        config.moe is not None
+        and len(mixtures) == len(parts)
+        and [number for each in mixtures for number in each.numbers] == [*range(config.moe.num_experts)]
     )
     for each in mixtures:
         check_columns(whole.mlp.router, [(each.router, [range(config.moe.num_experts)])], hidden, is_logits=True)
@@ -242,28 +292,49 @@ def check_layer(config: ModelConfig, whole: LayerParts, parts: list[LayerParts])
         check_columns(expert.gate_up, [(found.gate_up, [range(config.moe.intermediate_size)])], hidden)
         check_columns(expert.down, [(found.down, [range(hidden)])], config.moe.intermediate_size)
     if whole.mlp.shared is not None:
-        check_mlp(whole.mlp.shared, [each.shared for each in mixtures if each.shared is not None], hidden, config.moe.shared_intermediate_size)
+        check_mlp(
+            whole.mlp.shared,
+            [each.shared for each in mixtures if each.shared is not None],
+            hidden,
+            config.moe.shared_intermediate_size,
+        )
         for each in mixtures:
             check_columns(whole.mlp.shared_gate, [(each.shared_gate, [range(1)])], hidden, is_logits=True)
 
 
 def check_model(location: Path, *, quantization: str = "none") -> None:
     """Two ranks, and more of them than there are KV heads."""
-    found = open_model(str(location)).config if location.is_file() else json.loads((location / "config.json").read_text())
+    found = (
+        open_model(str(location)).config if location.is_file() else json.loads((location / "config.json").read_text())
+    )
     config, backend = read_config(found), native_backend()
     whole = load_parts(location, config, backend, Portion(), quantization=quantization)
     for size in (2, 5):
-        ranks = [load_parts(location, config, backend, Portion(Share(rank, size), has_embedding=rank == 0), quantization=quantization) for rank in range(size)]
+        ranks = [
+            load_parts(
+                location,
+                config,
+                backend,
+                Portion(Share(rank, size), has_embedding=rank == 0),
+                quantization=quantization,
+            )
+            for rank in range(size)
+        ]
         assert [each.embedding is None for each in ranks] == [False] + [True] * (size - 1)
         assert all(torch.equal(each.norm, whole.norm) for each in ranks)
         for layer, parts in zip(whole.layers, zip(*(each.layers for each in ranks), strict=True), strict=True):
             check_layer(config, layer, list(parts))
-        heads: Columns = [(each.lm_head, [Share(rank, size).part(config.vocab_size)]) for rank, each in enumerate(ranks)]
+        heads: Columns = [
+            (each.lm_head, [Share(rank, size).part(config.vocab_size)]) for rank, each in enumerate(ranks)
+        ]
         check_columns(whole.lm_head, heads, config.hidden_size, is_logits=True)
 
 
 @pytest.mark.sampled(2)
-@pytest.mark.parametrize("name", ["qwen2", "llama-linear", "phi3", "gpt-oss", "qwen2-moe", "mixtral", "olmo2", "granite", "gemma3", "internlm3"])
+@pytest.mark.parametrize(
+    "name",
+    ["qwen2", "llama-linear", "phi3", "gpt-oss", "qwen2-moe", "mixtral", "olmo2", "granite", "gemma3", "internlm3"],
+)
 def test_ranks_have_all_of_a_model_between_them(name: str, tmp_path: Path) -> None:
     reference_model(name, tmp_path)
     check_model(tmp_path)
@@ -314,13 +385,17 @@ def test_a_rank_has_its_part_of_the_bytes(quantization: str, tmp_path: Path) -> 
     found, backend = read_config(json.loads((folder / "config.json").read_text())), native_backend()
     whole = bytes_of(load_parts(folder, found, backend, Portion()))
     for size in (2, 4):
-        assert [bytes_of(load_parts(folder, found, backend, Portion(Share(rank, size)))) for rank in range(size)] == [whole // size] * size
+        assert [bytes_of(load_parts(folder, found, backend, Portion(Share(rank, size)))) for rank in range(size)] == [
+            whole // size
+        ] * size
 
 
 def test_a_stage_has_its_layers_alone() -> None:
     config, backend = read_config(open_model("demo").config), native_backend()
     whole = load_parts(DEMO_MODEL, config, backend, Portion())
-    last = load_parts(DEMO_MODEL, config, backend, Portion(layers=range(1, config.num_layers), has_embedding=False, has_head=False))
+    last = load_parts(
+        DEMO_MODEL, config, backend, Portion(layers=range(1, config.num_layers), has_embedding=False, has_head=False)
+    )
     assert last.embedding is None and last.lm_head is None and len(last.layers) == config.num_layers - 1
     for expected, found in zip(whole.layers[1:], last.layers, strict=True):
         check_layer(config, expected, [found])
@@ -334,6 +409,8 @@ def test_a_stage_of_a_gguf_file_asks_for_no_other_layers(tmp_path: Path) -> None
     assert len(load_parts(path, config, backend, stage).layers) == 1
     without_norms = replace(config, has_pre_norms=False)
     for portion in (stage, replace(stage, share=Share(0, 2))):
-        with pytest.raises(StartupError, match=r"blk.0.attn_norm.weight and 1 more belong to no layer that Penstock knows"):
+        with pytest.raises(
+            StartupError, match=r"blk.0.attn_norm.weight and 1 more belong to no layer that Penstock knows"
+        ):
             load_parts(path, without_norms, backend, portion)
     assert len(load_parts(path, without_norms, backend, replace(stage, share=Share(1, 2))).layers) == 1

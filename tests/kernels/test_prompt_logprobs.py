@@ -1,4 +1,6 @@
-"""The logprobs of a prompt: as transformers has them, and the same bits alone, in chunks, in a batch, after a preemption, and beside a prefix cache."""
+"""The logprobs of a prompt: as transformers has them, and the same bits alone, in chunks, in a
+batch, after a preemption, and beside a prefix cache.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -31,10 +33,14 @@ def random_prompts() -> list[list[int]]:
 def bits(found: PromptLogprobs | None) -> list[bytes]:
     """Everything in it, exactly."""
     assert found is not None
-    return [each.tobytes() for each in (found.token_ids, found.logprobs, found.ranks, found.top_token_ids, found.top_logprobs)]
+    return [
+        each.tobytes()
+        for each in (found.token_ids, found.logprobs, found.ranks, found.top_token_ids, found.top_logprobs)
+    ]
 
 
-# One without and one with a window, experts, tied heads, a cap and a multiplier of logits: what comes before logits is of test_models.py.
+# One without and one with a window, experts, tied heads, a cap and a multiplier of logits: what
+# comes before logits is of test_models.py.
 @pytest.mark.parametrize("name", ["llama2", "mistral-window", "qwen3-moe", "qwen2", "gemma2", "granite", "demo"])
 def test_they_are_log_softmax_of_transformers_logits(name: str, tmp_path: Path) -> None:
     reference = reference_model(name, tmp_path)
@@ -64,8 +70,12 @@ def test_they_are_log_softmax_of_transformers_logits(name: str, tmp_path: Path) 
 
 @pytest.mark.sampled(4)
 @pytest.mark.usefixtures("instruction_set")
-@pytest.mark.parametrize(("name", "quantization", "kv_group"), [("mistral-window", "none", 0), ("qwen3", "w4", 0), ("demo", "w8a8", 32)])
-def test_they_are_the_same_bits_in_any_company(name: str, quantization: str, kv_group: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("name", "quantization", "kv_group"), [("mistral-window", "none", 0), ("qwen3", "w4", 0), ("demo", "w8a8", 32)]
+)
+def test_they_are_the_same_bits_in_any_company(
+    name: str, quantization: str, kv_group: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     reference_model(name, tmp_path)
     folder = DEMO_MODEL if name == "demo" else tmp_path
     prompts = random_prompts()
@@ -79,7 +89,11 @@ def test_they_are_the_same_bits_in_any_company(name: str, quantization: str, kv_
 
     alone = [run([prompt])[0] for prompt in prompts]
     assert run(prompts) == alone
-    for options in ({"max_batched_tokens": 13}, {"max_batched_tokens": 50, "block_size": 32, "max_num_seqs": 4}, {"num_blocks": 18, "strategy": "paged"}):
+    for options in (
+        {"max_batched_tokens": 13},
+        {"max_batched_tokens": 50, "block_size": 32, "max_num_seqs": 4},
+        {"num_blocks": 18, "strategy": "paged"},
+    ):
         assert run(prompts, **options) == alone, options
     for chunk in (1, 32, 64, 100):
         assert run([prompts[9]], max_batched_tokens=chunk) == [alone[9]]
@@ -92,7 +106,9 @@ def test_they_are_the_same_bits_in_any_company(name: str, quantization: str, kv_
 @pytest.mark.usefixtures("instruction_set")
 @pytest.mark.parametrize("is_cached", [False, True])
 def test_who_is_preempted_within_its_prompt_goes_on_where_it_was(is_cached: bool) -> None:
-    """Its blocks are gone, its logprobs are not; and what it finds in the prefix cache it skips as far as those reach."""
+    """Its blocks are gone, its logprobs are not; and what it finds in the prefix cache it skips as
+    far as those reach.
+    """
     prompt = random_prompts()[9]
     alone = Engine(DEMO_MODEL, dtype=torch.bfloat16)
     alone.generate([prompt], 2, prompt_logprobs=3)
@@ -108,10 +124,15 @@ def test_who_is_preempted_within_its_prompt_goes_on_where_it_was(is_cached: bool
         starts.append(batch.rows[0].num_computed_tokens)
         targets += batch.rows[0].target_ids
         hidden = engine.runner.run(batch)
-        assert score_prompts(engine.runner.prompt_logits(batch, hidden), batch, engine.scheduler.get, engine.row_search) == {}
+        assert (
+            score_prompts(engine.runner.prompt_logits(batch, hidden), batch, engine.scheduler.get, engine.row_search)
+            == {}
+        )
         if len(starts) == 2:
             engine.scheduler.max_num_seqs = 1
-            intruder = Sequence(Request(2, "2", SamplingParams(max_tokens=1), tenant_id="another", priority=-1), Tokens([9] * 20, 20))
+            intruder = Sequence(
+                Request(2, "2", SamplingParams(max_tokens=1), tenant_id="another", priority=-1), Tokens([9] * 20, 20)
+            )
             sequence.rank = intruder.request.arrived_at + 1
             engine.scheduler.add(intruder)
             assert engine.scheduler.schedule() is not None and sequence.kv.num_computed == 0
@@ -174,12 +195,19 @@ def test_ties_and_minus_infinity(search: RowSearch) -> None:
 @pytest.mark.parametrize("wrong", [float("nan"), float("inf")])
 def test_a_prompt_whose_numbers_are_not_finite_fails_alone(wrong: float, search: RowSearch) -> None:
     sequences = {
-        handle: Sequence(Request(handle, str(handle), SamplingParams(max_tokens=1, prompt_logprobs=handle)), Tokens([1, 2, 3], 3)) for handle in (0, 1, 2)
+        handle: Sequence(
+            Request(handle, str(handle), SamplingParams(max_tokens=1, prompt_logprobs=handle)), Tokens([1, 2, 3], 3)
+        )
+        for handle in (0, 1, 2)
     }
-    batch = ScheduledBatch(tuple(BatchRow(handle, (1, 2, 3), 0, (0,), range(2, 3), 3, 1, (2, 3)) for handle in sequences), 0)
+    batch = ScheduledBatch(
+        tuple(BatchRow(handle, (1, 2, 3), 0, (0,), range(2, 3), 3, 1, (2, 3)) for handle in sequences), 0
+    )
     logits = torch.randn(6, 300, generator=torch.Generator().manual_seed(1))
     logits[3, 100] = wrong
-    assert score_prompts([logits[:4], logits[4:]], batch, sequences.__getitem__, search) == {1: RequestError(NOT_FINITE)}
+    assert score_prompts([logits[:4], logits[4:]], batch, sequences.__getitem__, search) == {
+        1: RequestError(NOT_FINITE)
+    }
     for handle, rows in ((0, slice(0, 2)), (2, slice(4, 6))):
         [found] = sequences[handle].scored
         assert found.logprobs == pytest.approx(logits[rows].log_softmax(dim=1)[[0, 1], [2, 3]].numpy(), abs=1e-5)

@@ -1,4 +1,6 @@
-"""Ranks that divide every layer give the bits of one process: every family, every way of holding weights, any number of ranks."""
+"""Ranks that divide every layer give the bits of one process: every family, every way of holding
+weights, any number of ranks.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -29,13 +31,17 @@ def generate(engine: Engine) -> tuple[list[list[int]], list[torch.Tensor]]:
     return tokens, [torch.stack(engine.logits[number]) for number in range(len(PROMPTS))]
 
 
-def assert_same(model: Path | ModelFiles, sizes: tuple[int, ...], *, shard_weights: bool = False, **options: Any) -> None:
+def assert_same(
+    model: Path | ModelFiles, sizes: tuple[int, ...], *, shard_weights: bool = False, **options: Any
+) -> None:
     """A team of each size computes the logits of one process, bit by bit."""
     alone = Engine(model, dtype=torch.bfloat16, max_batched_tokens=16, **options)
     tokens, logits = generate(alone)
     for size in sizes:
         with Team(model, size, shard_weights=shard_weights, **options) as team:
-            together = Engine(alone, dtype=torch.bfloat16, max_batched_tokens=16)  # with another scheduler, whose prefix cache is empty
+            together = Engine(
+                alone, dtype=torch.bfloat16, max_batched_tokens=16
+            )  # with another scheduler, whose prefix cache is empty
             together.runner = team.runner
             found_tokens, found = generate(together)
         assert found_tokens == tokens
@@ -63,7 +69,9 @@ def test_a_packed_checkpoint(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", [Kind.Q4_K, Kind.Q8_0], ids=lambda kind: kind.name)
 def test_a_gguf_file(kind: Kind, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    wide = LlamaConfig(**SIZES | {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 2}, tie_word_embeddings=True)
+    wide = LlamaConfig(
+        **SIZES | {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 2}, tie_word_embeddings=True
+    )
     assert_same(open_model(str(Writer(random_model(wide), tmp_path / "model.gguf").write(kind))), (2, 3))
 
 
@@ -74,6 +82,12 @@ def test_weights_that_are_quantized_already(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kv_group", [0, 8])
 def test_kv_heads_that_several_ranks_have(kv_group: int, tmp_path: Path) -> None:
-    """Nine query heads and three KV heads: two ranks have five and four, six have two and one of each KV head's, and of ten one has none."""
-    reference_model("llama3", tmp_path, config=LlamaConfig(**SIZES | {"hidden_size": 288, "num_attention_heads": 9, "num_key_value_heads": 3}))
+    """Nine query heads and three KV heads: two ranks have five and four, six have two and one of
+    each KV head's, and of ten one has none.
+    """
+    reference_model(
+        "llama3",
+        tmp_path,
+        config=LlamaConfig(**SIZES | {"hidden_size": 288, "num_attention_heads": 9, "num_key_value_heads": 3}),
+    )
     assert_same(tmp_path, (2, 6, 10), kv_group=kv_group)

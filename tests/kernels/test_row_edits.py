@@ -15,12 +15,19 @@ from shared.model.sampling_params import DryParams, SamplingParams
 
 VOCABULARY = 40
 PARAMS = SamplingParams(
-    max_tokens=1000, repetition_penalty=1.3, frequency_penalty=0.25, presence_penalty=-0.5, logit_bias={3: 1.7, 38: -0.3}, dry=DryParams(0.8, allowed_length=1)
-)  # fmt: skip
+    max_tokens=1000,
+    repetition_penalty=1.3,
+    frequency_penalty=0.25,
+    presence_penalty=-0.5,
+    logit_bias={3: 1.7, 38: -0.3},
+    dry=DryParams(0.8, allowed_length=1),
+)
 
 
 def edit(rows: torch.Tensor, sequences: list[Sequence]) -> None:
-    apply_edits(rows, {row: edits_of(each.prefix(), None, VOCABULARY) for row, each in enumerate(sequences)}, TorchRowSearch())
+    apply_edits(
+        rows, {row: edits_of(each.prefix(), None, VOCABULARY) for row, each in enumerate(sequences)}, TorchRowSearch()
+    )
 
 
 def from_the_whole_history(row: torch.Tensor, sequence: Sequence) -> torch.Tensor:
@@ -30,7 +37,10 @@ def from_the_whole_history(row: torch.Tensor, sequence: Sequence) -> torch.Tenso
     values = row[seen]
     row[seen] = torch.where(values > 0, values / params.repetition_penalty, values * params.repetition_penalty)
     for token_id in sorted(set(output := sequence.tokens.ids[sequence.tokens.num_prompt :])):
-        row[token_id] -= torch.tensor(output.count(token_id), dtype=torch.float32) * params.frequency_penalty + params.presence_penalty
+        row[token_id] -= (
+            torch.tensor(output.count(token_id), dtype=torch.float32) * params.frequency_penalty
+            + params.presence_penalty
+        )
     for token_id, bias in params.logit_bias.items():
         row[token_id] += torch.tensor(bias, dtype=torch.float32)
     assert params.dry is not None
@@ -41,9 +51,13 @@ def from_the_whole_history(row: torch.Tensor, sequence: Sequence) -> torch.Tenso
 
 @given(
     prompt=st.lists(st.integers(0, VOCABULARY - 1), min_size=1, max_size=90),
-    steps=st.lists(st.tuples(st.lists(st.integers(0, VOCABULARY - 1), max_size=40), st.integers(0, 30)), min_size=1, max_size=8),
+    steps=st.lists(
+        st.tuples(st.lists(st.integers(0, VOCABULARY - 1), max_size=40), st.integers(0, 30)), min_size=1, max_size=8
+    ),
 )
-def test_edits_are_the_same_bits_as_from_the_whole_history(prompt: list[int], steps: list[tuple[list[int], int]]) -> None:
+def test_edits_are_the_same_bits_as_from_the_whole_history(
+    prompt: list[int], steps: list[tuple[list[int], int]]
+) -> None:
     """Tokens come, some foreseen ones go again, and after each step the row is edited, beside another's."""
     sequence, other = (Sequence(Request(handle, "r", PARAMS), Tokens(list(prompt))) for handle in range(2))
     row = torch.linspace(-3, 3, VOCABULARY)
@@ -59,7 +73,9 @@ def test_edits_are_the_same_bits_as_from_the_whole_history(prompt: list[int], st
 
 
 def test_a_long_history_is_read_once() -> None:
-    """A token costs the same after 1,000 tokens and after 100,000, but for the numpy work on what is there: the list is not walked again."""
+    """A token costs the same after 1,000 tokens and after 100,000, but for the numpy work on what
+    is there: the list is not walked again.
+    """
 
     class Watched(list[int]):
         num_read = 0
@@ -92,7 +108,10 @@ def token_edits(draw: st.DrawFn) -> TokenEdits:
     edits: TokenEdits = {}
     for kind in draw(st.sets(st.sampled_from(EditKind))):
         token_ids = np.array(draw(st.lists(st.integers(0, VOCABULARY - 1), min_size=1, unique=True)), np.int64)
-        amounts = draw(st.lists(AMOUNTS, min_size=1, max_size=1) | st.lists(AMOUNTS, min_size=len(token_ids), max_size=len(token_ids)))
+        amounts = draw(
+            st.lists(AMOUNTS, min_size=1, max_size=1)
+            | st.lists(AMOUNTS, min_size=len(token_ids), max_size=len(token_ids))
+        )
         edits[kind] = token_ids, np.array(amounts, np.float32)
     return {kind: edits[kind] for kind in sorted(edits)}
 

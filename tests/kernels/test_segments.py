@@ -1,4 +1,6 @@
-"""Prompts of segments that do not all see each other: against transformers under the same mask, and equal however they are computed."""
+"""Prompts of segments that do not all see each other: against transformers under the same mask, and
+equal however they are computed.
+"""
 
 from collections.abc import Sequence
 from itertools import accumulate
@@ -25,7 +27,8 @@ NATIVE = {"dtype": torch.bfloat16}
 
 
 def prompt_of(trunk: int, modules: Sequence[int], rest: int, *, gap: int = 0, seed: int = 0) -> Prompt:
-    """A trunk, modules (by number, each with its tokens and its place), and a rest that sees all. Module 3 has a second part, behind a place of 3 tokens,
+    """A trunk, modules (by number, each with its tokens and its place), and a rest that sees all.
+    Module 3 has a second part, behind a place of 3 tokens,
     which an argument of 2 fills: it sees the first part, and the trunk."""
     rng = Random(trunk)
     texts = [[rng.randrange(2, SIZES["vocab_size"]) for _ in range(trunk)]]
@@ -39,7 +42,10 @@ def prompt_of(trunk: int, modules: Sequence[int], rest: int, *, gap: int = 0, se
         if number == 3:
             first = len(segments) - 1
             texts += [[7, 8, 9, 10], [11, 12]]
-            segments += [Segment(4, place + 80 * number + size + 3, (0, first)), Segment(2, place + 80 * number + size, (0, first))]
+            segments += [
+                Segment(4, place + 80 * number + size + 3, (0, first)),
+                Segment(2, place + 80 * number + size, (0, first)),
+            ]
     rng = Random(1000 + seed)
     texts.append([rng.randrange(2, SIZES["vocab_size"]) for _ in range(rest)])
     segments.append(Segment(rest, place + 400, tuple(range(len(segments)))))
@@ -47,9 +53,14 @@ def prompt_of(trunk: int, modules: Sequence[int], rest: int, *, gap: int = 0, se
 
 
 PROMPTS = [
-    prompt_of(16, [0, 1, 2], 9), prompt_of(5, [2, 0], 17, gap=3), prompt_of(5, [0, 3], 1, gap=3), prompt_of(33, [4], 40), prompt_of(1, [3, 1, 4, 0], 16),
-    prompt_of(5, [2, 0], 30, gap=3, seed=1), prompt_of(16, [2, 1, 0], 3, seed=2),
-]  # fmt: skip
+    prompt_of(16, [0, 1, 2], 9),
+    prompt_of(5, [2, 0], 17, gap=3),
+    prompt_of(5, [0, 3], 1, gap=3),
+    prompt_of(33, [4], 40),
+    prompt_of(1, [3, 1, 4, 0], 16),
+    prompt_of(5, [2, 0], 30, gap=3, seed=1),
+    prompt_of(16, [2, 1, 0], 3, seed=2),
+]
 
 
 def mask_of(segments: Sequence[Segment], num_tokens: int) -> torch.Tensor:
@@ -70,17 +81,25 @@ def positions_of(segments: Sequence[Segment], num_tokens: int) -> torch.Tensor:
 def test_tokens_and_logits_equal_transformers_under_the_same_mask(name: str, model_impl: str, tmp_path: Path) -> None:
     reference = reference_model(name, tmp_path)
     engine = Engine(DEMO_MODEL if name == "demo" else tmp_path, model_impl=model_impl, max_model_len=1024)
-    found = engine.generate([prompt for prompt, _ in PROMPTS], NUM_TOKENS, segments=[segments for _, segments in PROMPTS])
+    found = engine.generate(
+        [prompt for prompt, _ in PROMPTS], NUM_TOKENS, segments=[segments for _, segments in PROMPTS]
+    )
     for number, ((prompt, segments), tokens) in enumerate(zip(PROMPTS, found, strict=True)):
         ids = [*prompt, *tokens[:-1]]
-        mask = torch.zeros(1, 1, len(ids), len(ids)).masked_fill(~mask_of(segments, len(ids)), torch.finfo(torch.float32).min)
-        logits = reference(torch.tensor([ids]), attention_mask=mask, position_ids=positions_of(segments, len(ids))[None]).logits[0, len(prompt) - 1 :]
+        mask = torch.zeros(1, 1, len(ids), len(ids)).masked_fill(
+            ~mask_of(segments, len(ids)), torch.finfo(torch.float32).min
+        )
+        logits = reference(
+            torch.tensor([ids]), attention_mask=mask, position_ids=positions_of(segments, len(ids))[None]
+        ).logits[0, len(prompt) - 1 :]
         assert tokens == logits.argmax(-1).tolist()
         torch.testing.assert_close(torch.stack(engine.logits[number]), logits, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.sampled(4)
-@pytest.mark.parametrize(("name", "how"), [("llama3", {}), ("mistral-window", {}), ("demo", NATIVE), ("demo", {**NATIVE, "kv_group": 32})])
+@pytest.mark.parametrize(
+    ("name", "how"), [("llama3", {}), ("mistral-window", {}), ("demo", NATIVE), ("demo", {**NATIVE, "kv_group": 32})]
+)
 def test_the_cache_a_batch_chunks_and_preemption_change_no_bit(name: str, how: dict[str, Any], tmp_path: Path) -> None:
     reference_model(name, tmp_path)
     loaded = Engine(DEMO_MODEL if name == "demo" else tmp_path, **how)
@@ -98,7 +117,9 @@ def test_the_cache_a_batch_chunks_and_preemption_change_no_bit(name: str, how: d
         engines += [fresh(block_size=size, num_blocks=4000 // size) for size in (1, 2, 8)]
     for engine in engines:
         for step in (1, -1, 1):  # the second and third time their prompts are cached
-            assert all(torch.equal(one, other) for one, other in zip(bits(engine, PROMPTS[::step]), alone[::step], strict=True))
+            assert all(
+                torch.equal(one, other) for one, other in zip(bits(engine, PROMPTS[::step]), alone[::step], strict=True)
+            )
     assert engines[2].scheduler.num_preemptions > 0
 
 
@@ -110,7 +131,9 @@ def test_modules_are_found_in_new_orders_and_beside_others() -> None:
         prompt, segments = prompt_of(20, modules, 9)
         before = engine.scheduler.prefixes.num_hits
         engine.generate([prompt], 2, segments=[segments])
-        known = 20 + sum(segment.num_tokens for number, segment in zip([*modules], segments[1:], strict=False) if number != 1)
+        known = 20 + sum(
+            segment.num_tokens for number, segment in zip([*modules], segments[1:], strict=False) if number != 1
+        )
         found = engine.scheduler.prefixes.num_hits - before
         assert known <= found <= known + 8
     alone = prompt_of(20, [4, 2, 0], 9, gap=1)
@@ -125,14 +148,23 @@ def test_modules_are_found_in_new_orders_and_beside_others() -> None:
 @pytest.mark.parametrize("window", [None, 40])
 @pytest.mark.parametrize("block_size", [16, 32])
 def test_native_attention_over_blocks_that_are_tokens_in_part(group: int, window: int | None, block_size: int) -> None:
-    """Against the reference over the same cache, in which holes are no numbers; and with every other set of rows the same bits."""
+    """Against the reference over the same cache, in which holes are no numbers; and with every
+    other set of rows the same bits.
+    """
     heads, lens = Heads(6, 2, 64), [[16, 3, 16, 1, 7, 16, 16], [2, 9, 5], [16] * 70 + [4, 12, 16]]
     # the step's own tokens are in the last two
     lens = [[*(each * block_size // 16 for each in some[:-2]), block_size, block_size] for some in lens]
     contexts, lengths = [len(some) * block_size - 3 for some in lens], [20, 1, 3]
     numbers = iter(torch.randperm(sum(map(len, lens)), generator=torch.Generator().manual_seed(1)).tolist())
     tables = [tuple(next(numbers) for _ in some) for some in lens]
-    kv = torch.stack([torch.randn(sum(map(len, lens)), 2, block_size, 64, generator=torch.Generator().manual_seed(seed)).bfloat16() for seed in (2, 3)])
+    kv = torch.stack(
+        [
+            torch.randn(
+                sum(map(len, lens)), 2, block_size, 64, generator=torch.Generator().manual_seed(seed)
+            ).bfloat16()
+            for seed in (2, 3)
+        ]
+    )
     if group:
         quantized = torch.zeros(*kv.shape[:-1], kv_row_size(64, group), dtype=torch.uint8)
         keys, values = (each.transpose(1, 2).flatten(0, 1) for each in kv)
@@ -156,9 +188,13 @@ def test_native_attention_over_blocks_that_are_tokens_in_part(group: int, window
         rows = [row for each in which for row in range(starts[each], starts[each + 1])]
         still = (torch.ones(len(rows), 32), torch.zeros(len(rows), 32))
         return AttentionInputs(
-            [lengths[each] for each in which], [contexts[each] for each in which], [tables[each] for each in which], slots[rows], (still,),
+            [lengths[each] for each in which],
+            [contexts[each] for each in which],
+            [tables[each] for each in which],
+            slots[rows],
+            (still,),
             [tuple(lens[each]) for each in which],
-        )  # fmt: skip
+        )
 
     attention = native_backend().make_attention(heads)
     cache = to_slabs(kv, 64)
@@ -168,7 +204,9 @@ def test_native_attention_over_blocks_that_are_tokens_in_part(group: int, window
     assert torch.isfinite(found).all()
     torch.testing.assert_close(found.float(), expected.float(), atol=2e-2, rtol=2e-2)
     for each in range(3):
-        alone = attention(qkv[starts[each] : starts[each + 1]].clone(), cache, attention.plan(inputs([each]), block_size), **terms)
+        alone = attention(
+            qkv[starts[each] : starts[each + 1]].clone(), cache, attention.plan(inputs([each]), block_size), **terms
+        )
         assert torch.equal(alone, found[starts[each] : starts[each + 1]])
 
 
@@ -188,7 +226,10 @@ def test_reference_attention_over_blocks_that_are_tokens_in_part() -> None:
     still, terms = ((torch.ones(1, 16), torch.zeros(1, 16)),), {"window": None, "norms": (None, None), "eps": 1e-6}
     holed = AttentionInputs([1], [6 * 16], [(0, 1, 2, 3, 4, 5)], torch.tensor([6 * 16 - 1]), still, [tuple(lens)])
     plain = AttentionInputs([1], [sum(lens)], [(0, 1, 2, 3)], torch.tensor([sum(lens) - 1]), still)
-    found, expected = (attention(qkv.clone(), cache, attention.plan(each, 16), **terms) for cache, each in ((kv, holed), (whole, plain)))
+    found, expected = (
+        attention(qkv.clone(), cache, attention.plan(each, 16), **terms)
+        for cache, each in ((kv, holed), (whole, plain))
+    )
     torch.testing.assert_close(found, expected)
 
 
@@ -198,10 +239,39 @@ def test_a_layout() -> None:
     slots = layout.pad(range(41))
     assert [each for each in slots if each != HOLE] == list(range(41)) and len(slots) == 67
     assert layout.block_lens == [5, 0, 8, 8, 8, 8, 1, 0]
-    assert [layout.skip_holes(slot) for slot in (0, 4, 5, 15, 16, 31, 32, 49, 60, 64, 90)] == [0, 4, 16, 16, 16, 31, 32, 64, 64, 64, 90]
-    assert [layout.num_tokens_in(slot) for slot in (0, 5, 9, 16, 32, 33, 49, 64, 70)] == [0, 5, 5, 5, 21, 22, 38, 38, 44]
+    assert [layout.skip_holes(slot) for slot in (0, 4, 5, 15, 16, 31, 32, 49, 60, 64, 90)] == [
+        0,
+        4,
+        16,
+        16,
+        16,
+        31,
+        32,
+        64,
+        64,
+        64,
+        90,
+    ]
+    assert [layout.num_tokens_in(slot) for slot in (0, 5, 9, 16, 32, 33, 49, 64, 70)] == [
+        0,
+        5,
+        5,
+        5,
+        21,
+        22,
+        38,
+        38,
+        44,
+    ]
     assert layout.seen_blocks(2) == [0, 1] and layout.seen_blocks(3) == list(range(8))
-    assert [layout.chunk_end(first, 70) for first in (0, 3, 16, 40, 64, 66)] == [5, 5, 32, 49, 70, 70] and layout.chunk_end(16, 20) == 20
+    assert [layout.chunk_end(first, 70) for first in (0, 3, 16, 40, 64, 66)] == [
+        5,
+        5,
+        32,
+        49,
+        70,
+        70,
+    ] and layout.chunk_end(16, 20) == 20
 
 
 def test_a_prompt_without_segments_is_laid_out_as_one_segment() -> None:
@@ -210,9 +280,16 @@ def test_a_prompt_without_segments_is_laid_out_as_one_segment() -> None:
     assert list(plain.starts) == single.starts and plain.num_slots_to_begin(67, 16) == 16
     for slot in (0, 7, 8, 39, 40, 66):
         for layout in (plain, single):
-            assert (layout.at(slot), layout.skip_holes(slot), layout.num_tokens_in(slot), layout.chunk_end(slot, 70)) == (0, slot, slot, 70)
+            assert (
+                layout.at(slot),
+                layout.skip_holes(slot),
+                layout.num_tokens_in(slot),
+                layout.chunk_end(slot, 70),
+            ) == (0, slot, slot, 70)
     hashes = [bytes([number]) for number in range(5)]
-    assert [plain.parent(b"root", hashes, block) for block in range(5)] == [single.parent(b"root", hashes, block) for block in range(5)]
+    assert [plain.parent(b"root", hashes, block) for block in range(5)] == [
+        single.parent(b"root", hashes, block) for block in range(5)
+    ]
     blocks = (9, 4, 7, 1, 2)
     assert plain.context(blocks, 8, 32) == single.context(blocks, 8, 32)._replace(block_lens=())
 
@@ -220,11 +297,17 @@ def test_a_prompt_without_segments_is_laid_out_as_one_segment() -> None:
 @pytest.mark.parametrize(
     "segments",
     [
-        (Segment(0, 0),), (Segment(3, -1),), (Segment(2, 0),), (Segment(1, 0), Segment(2, 1)), (Segment(1, 0, (0,)), Segment(2, 1, (0,))),
-        (Segment(1, 0), Segment(1, 1, (1,)), Segment(1, 2, (0, 1))), (Segment(1, 0), Segment(1, 0), Segment(1, 0, (1, 0))),
-        (Segment(1, 0), Segment(1, 0), Segment(1, 0, (0, 0, 1))), (Segment(1, 0), Segment(2, 0, (-1, 0))),
+        (Segment(0, 0),),
+        (Segment(3, -1),),
+        (Segment(2, 0),),
+        (Segment(1, 0), Segment(2, 1)),
+        (Segment(1, 0, (0,)), Segment(2, 1, (0,))),
+        (Segment(1, 0), Segment(1, 1, (1,)), Segment(1, 2, (0, 1))),
+        (Segment(1, 0), Segment(1, 0), Segment(1, 0, (1, 0))),
+        (Segment(1, 0), Segment(1, 0), Segment(1, 0, (0, 0, 1))),
+        (Segment(1, 0), Segment(2, 0, (-1, 0))),
     ],
-)  # fmt: skip
+)
 def test_segments_that_are_none(segments: tuple[Segment, ...]) -> None:
     with pytest.raises(Invalid):
         check_segments(segments, 3)

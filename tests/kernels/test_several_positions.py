@@ -1,4 +1,5 @@
-"""One row of k + 1 sampled positions gives the bits of k + 1 steps of one token: logits, edits, grammars' masks, candidates. Whatever is computed ahead rests
+"""One row of k + 1 sampled positions gives the bits of k + 1 steps of one token: logits, edits,
+grammars' masks, candidates. Whatever is computed ahead rests
 on it."""
 
 import pickle
@@ -24,13 +25,18 @@ from tests.kernels.gguf_files import Writer
 from tests.kernels.test_gguf import WIDE, random_model
 
 NUM_BLOCKS, BLOCK_SIZE = 140, 16
-# tokens that are known before, and how many are decided at once after them: around the borders of blocks, of ranges of keys, and of tiles of rows
+# tokens that are known before, and how many are decided at once after them: around the borders of
+# blocks, of ranges of keys, and of tiles of rows
 CASES = [(1, 0), (15, 4), (16, 1), (17, 5), (3, 15), (30, 16), (40, 2), (254, 4), (33, 34), (1021, 6)]
 PARAMS: list[dict[str, Any]] = [
-    {"temperature": 0.0, "logprobs": 3}, {"top_p": 0.9, "frequency_penalty": 1.3, "presence_penalty": 0.2}, {"repetition_penalty": 1.4, "min_tokens": 3},
-    {"top_k": 20, "dry": DryParams(1.0, base=1.5, allowed_length=1)}, {"temperature": 1.3, "bad_words_token_ids": ((5,), (7, 9), (8, 8))},
-    {"chain": ChainParams(typical_p=0.9, xtc_probability=0.5, xtc_threshold=0.05, dynatemp_range=0.3), "logprobs": 1}, {"min_p": 0.05, "logit_bias": {4: 3.0}},
-]  # fmt: skip
+    {"temperature": 0.0, "logprobs": 3},
+    {"top_p": 0.9, "frequency_penalty": 1.3, "presence_penalty": 0.2},
+    {"repetition_penalty": 1.4, "min_tokens": 3},
+    {"top_k": 20, "dry": DryParams(1.0, base=1.5, allowed_length=1)},
+    {"temperature": 1.3, "bad_words_token_ids": ((5,), (7, 9), (8, 8))},
+    {"chain": ChainParams(typical_p=0.9, xtc_probability=0.5, xtc_threshold=0.05, dynatemp_range=0.3), "logprobs": 1},
+    {"min_p": 0.05, "logit_bias": {4: 3.0}},
+]
 
 
 def sequences_of(vocab_size: int) -> list[Sequence]:
@@ -48,11 +54,15 @@ def sequences_of(vocab_size: int) -> list[Sequence]:
 
 
 class Steps:
-    """Steps of a loaded model on an empty cache. Where blocks are shared, the last sequence reads two of the one's before it."""
+    """Steps of a loaded model on an empty cache. Where blocks are shared, the last sequence reads
+    two of the one's before it.
+    """
 
     def __init__(self, loaded: Engine, kv_group: int, *, shares_blocks: bool) -> None:
         model = loaded.runner.model
-        self.runner = ModelRunner(model, KVCache(model.config, model.backend, num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE, group=kv_group))
+        self.runner = ModelRunner(
+            model, KVCache(model.config, model.backend, num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE, group=kv_group)
+        )
         self.search = model.backend.row_search
         self.shares_blocks = shares_blocks
         free = iter(torch.randperm(NUM_BLOCKS, generator=torch.Generator().manual_seed(int(shares_blocks))).tolist())
@@ -61,12 +71,22 @@ class Steps:
             self.tables[-1] = (*self.tables[-2][:2], *self.tables[-1][2:])
 
     def row(self, sequence: Sequence, first: int, last: int, sampled: range) -> BatchRow:
-        return BatchRow(sequence.handle, tuple(sequence.tokens.ids[first:last]), first, self.tables[sequence.handle], sampled, sequence.tokens.num_prompt)
+        return BatchRow(
+            sequence.handle,
+            tuple(sequence.tokens.ids[first:last]),
+            first,
+            self.tables[sequence.handle],
+            sampled,
+            sequence.tokens.num_prompt,
+        )
 
     def prefill(self, sequences: list[Sequence]) -> None:
         """All but the last of the known tokens."""
         for sequence in sequences:
-            first, last = 32 if self.shares_blocks and sequence.handle == len(CASES) - 1 else 0, CASES[sequence.handle][0] - 1
+            first, last = (
+                32 if self.shares_blocks and sequence.handle == len(CASES) - 1 else 0,
+                CASES[sequence.handle][0] - 1,
+            )
             if first < last:
                 self.runner.run(ScheduledBatch((self.row(sequence, first, last, range(0)),), 0))
 
@@ -90,7 +110,9 @@ def check(loaded: Engine, kv_group: int = 0) -> None:
         rows = []
         for sequence, (known, most) in zip(sequences, CASES, strict=True):
             if ahead <= most:
-                alone = Sequence(sequence.request, Tokens(sequence.tokens.ids[: known + ahead], sequence.tokens.num_prompt))
+                alone = Sequence(
+                    sequence.request, Tokens(sequence.tokens.ids[: known + ahead], sequence.tokens.num_prompt)
+                )
                 rows.append((one_by_one.row(alone, known + ahead - 1, known + ahead, range(1)), [alone.prefix()]))
         expected |= one_by_one.decide(rows)
     at_once.prefill(sequences)
@@ -103,7 +125,9 @@ def check(loaded: Engine, kv_group: int = 0) -> None:
     assert found.keys() == expected.keys()
     wrong = [key for key in found if not torch.equal(found[key][0], expected[key][0])]
     assert not wrong, f"other logits: {wrong}"
-    assert {key: message for key, (_, message) in found.items()} == {key: message for key, (_, message) in expected.items()}
+    assert {key: message for key, (_, message) in found.items()} == {
+        key: message for key, (_, message) in expected.items()
+    }
 
 
 @pytest.mark.pairwise("name")
@@ -111,10 +135,18 @@ def check(loaded: Engine, kv_group: int = 0) -> None:
 @pytest.mark.parametrize(
     ("name", "quantization", "kv_group"),
     [
-        ("mistral-window", "none", 0), ("mistral-window", "w8a8", 32), ("mistral-window", "w4", 0), ("qwen2-moe", "none", 32), ("qwen2-moe", "w8a8", 0),
-        ("qwen2-moe", "nf4", 0), ("gemma2", "none", 0), ("gemma2", "none", 32), ("gemma2", "w8a8", 0), ("gemma2", "nf4", 0),
+        ("mistral-window", "none", 0),
+        ("mistral-window", "w8a8", 32),
+        ("mistral-window", "w4", 0),
+        ("qwen2-moe", "none", 32),
+        ("qwen2-moe", "w8a8", 0),
+        ("qwen2-moe", "nf4", 0),
+        ("gemma2", "none", 0),
+        ("gemma2", "none", 32),
+        ("gemma2", "w8a8", 0),
+        ("gemma2", "nf4", 0),
     ],
-)  # fmt: skip
+)
 def test_native_code(name: str, quantization: str, kv_group: int, tmp_path: Path) -> None:
     reference_model(name, tmp_path)
     check(Engine(tmp_path, dtype=torch.bfloat16, quantization=quantization), kv_group)
@@ -132,10 +164,16 @@ def test_a_gguf_file_whose_blocks_are_kept(kind: Kind, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "dtype", "kv_group"),
     [
-        ("llama2", torch.float32, 0), ("mistral-window", torch.float32, 16), ("mistral-window", torch.bfloat16, 0), ("qwen3", torch.float32, 16),
-        ("qwen2-moe", torch.bfloat16, 0), ("gemma2", torch.float32, 0), ("gemma3", torch.float32, 16), ("gemma3", torch.bfloat16, 0),
+        ("llama2", torch.float32, 0),
+        ("mistral-window", torch.float32, 16),
+        ("mistral-window", torch.bfloat16, 0),
+        ("qwen3", torch.float32, 16),
+        ("qwen2-moe", torch.bfloat16, 0),
+        ("gemma2", torch.float32, 0),
+        ("gemma3", torch.float32, 16),
+        ("gemma3", torch.bfloat16, 0),
     ],
-)  # fmt: skip
+)
 def test_torch(name: str, dtype: torch.dtype, kv_group: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     reference_model(name, tmp_path)
     monkeypatch.setenv(VARIABLE, "torch")

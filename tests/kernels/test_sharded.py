@@ -1,4 +1,6 @@
-"""Rank 0, which computes while other ranks keep parts of the weights, has the bits of one process: every way of holding weights."""
+"""Rank 0, which computes while other ranks keep parts of the weights, has the bits of one process:
+every way of holding weights.
+"""
 
 from pathlib import Path
 
@@ -27,7 +29,9 @@ from tests.kernels.test_ranks import assert_same
 pytestmark = pytest.mark.skipif(open_context() is None, reason="ranks need the native kernels")
 
 
-@pytest.mark.parametrize("family", ["llama-linear", "gemma2", "olmo2", "phi3"])  # biases; norms behind layers; a norm over all heads; joined matrices
+@pytest.mark.parametrize(
+    "family", ["llama-linear", "gemma2", "olmo2", "phi3"]
+)  # biases; norms behind layers; a norm over all heads; joined matrices
 def test_families(family: str, tmp_path: Path) -> None:
     reference_model(family, tmp_path)
     assert_same(tmp_path, (2, 3), shard_weights=True)
@@ -45,18 +49,31 @@ def test_a_packed_checkpoint(tmp_path: Path) -> None:
 
 def test_a_gguf_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    wide = LlamaConfig(**SIZES | {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 3}, tie_word_embeddings=True)
-    assert_same(open_model(str(Writer(random_model(wide), tmp_path / "model.gguf").write(Kind.Q4_K))), (2, 3), shard_weights=True)
+    wide = LlamaConfig(
+        **SIZES | {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 3}, tie_word_embeddings=True
+    )
+    assert_same(
+        open_model(str(Writer(random_model(wide), tmp_path / "model.gguf").write(Kind.Q4_K))),
+        (2, 3),
+        shard_weights=True,
+    )
 
 
 @given(st.data())
 def test_layers_of_several_forms_compute_where_their_bytes_have_moved(data: st.DataObject) -> None:
     backend, is_gated, k = native_backend(), data.draw(st.booleans()), 32 * data.draw(st.integers(1, 4))
-    sizes = [data.draw(st.integers(1, 70))] * 2 if is_gated else data.draw(st.lists(st.integers(1, 70), min_size=1, max_size=3))
+    sizes = (
+        [data.draw(st.integers(1, 70))] * 2
+        if is_gated
+        else data.draw(st.lists(st.integers(1, 70), min_size=1, max_size=3))
+    )
     torch.manual_seed(sum(sizes))
     weights = [torch.randn(n, k).bfloat16() for n in sizes]
     forms = [data.draw(st.sampled_from(["none", "w8a8", "w4", "nf4"])) for _ in sizes]
-    matrices = [Dense(each) if form == "none" else quantize_weight(each, form, 32) for each, form in zip(weights, forms, strict=True)]
+    matrices = [
+        Dense(each) if form == "none" else quantize_weight(each, form, 32)
+        for each, form in zip(weights, forms, strict=True)
+    ]
     bias = torch.randn(sum(sizes)).bfloat16() if data.draw(st.booleans()) else None
     layer = backend.make_linear(Joined(tuple(matrices)) if len(matrices) > 1 else matrices[0], bias, is_gated=is_gated)
     other = backend.make_linear(Dense(torch.randn(40, k).bfloat16()))

@@ -1,4 +1,6 @@
-"""The model that `penstock up` serves by default, where it was pulled: what it answers, what its file says, and what serving costs it."""
+"""The model that `penstock up` serves by default, where it was pulled: what it answers, what its
+file says, and what serving costs it.
+"""
 
 import argparse
 import ast
@@ -25,7 +27,9 @@ from shared.model.files import PULLED_MODELS, ModelFiles, open_model
 from tests.kernels.backends import CPU
 from tests.kernels.families import Engine
 
-pytestmark = pytest.mark.skipif(not (PULLED_MODELS / DEFAULT_MODEL).is_dir(), reason=f"penstock pull {DEFAULT_MODEL} brings the model")
+pytestmark = pytest.mark.skipif(
+    not (PULLED_MODELS / DEFAULT_MODEL).is_dir(), reason=f"penstock pull {DEFAULT_MODEL} brings the model"
+)
 WINDOW, NUM_WINDOWS = 256, 8
 
 
@@ -43,7 +47,13 @@ def docstrings(module: ModuleType) -> str:
 
 def windows(files: ModelFiles) -> torch.Tensor:
     """[NUM_WINDOWS, WINDOW]"""
-    text = docstrings(argparse) + str(json.__doc__) + str(unicodedata.__doc__) + docstrings(logging) + docstrings(subprocess)
+    text = (
+        docstrings(argparse)
+        + str(json.__doc__)
+        + str(unicodedata.__doc__)
+        + docstrings(logging)
+        + docstrings(subprocess)
+    )
     ids = Tokenizer.from_file(str(files.folder / "tokenizer.json")).encode(text).ids
     return torch.tensor(ids[: NUM_WINDOWS * WINDOW]).reshape(NUM_WINDOWS, WINDOW)
 
@@ -55,8 +65,14 @@ def served_perplexity(files: ModelFiles, dtype: torch.dtype) -> float:
     cache = KVCache(config, backend, num_blocks=WINDOW // 16, block_size=16)
     places, table, losses = torch.arange(WINDOW), tuple(range(WINDOW // 16)), []
     for row in windows(files):
-        batch = ForwardBatch(row, places, places, query_lens=[WINDOW], context_lens=[WINDOW], block_tables=[table], logit_rows=places)
-        losses.append(torch.nn.functional.cross_entropy(model.logits(model.forward(batch, model.plan(batch, 16), cache.layers), places)[:-1], row[1:]))
+        batch = ForwardBatch(
+            row, places, places, query_lens=[WINDOW], context_lens=[WINDOW], block_tables=[table], logit_rows=places
+        )
+        losses.append(
+            torch.nn.functional.cross_entropy(
+                model.logits(model.forward(batch, model.plan(batch, 16), cache.layers), places)[:-1], row[1:]
+            )
+        )
     return float(torch.stack(losses).mean().exp())
 
 
@@ -81,29 +97,46 @@ def test_serving_costs_less_than_a_hundredth_of_its_perplexity(files: ModelFiles
 
 
 EVERYBODY_KNOWS = [
-    ("What is the capital of France?", "Paris"), ("What's the capital of France?", "Paris"), ("capital of France?", "Paris"),
-    ("What is the capital of Italy?", "Rome"), ("What is the capital of Japan?", "Tokyo"), ("What is 2+2?", "four"),
-    ("How many legs does a spider have?", "8"), ("What is water made of?", "two hydrogen atoms"), ("What is the opposite of hot?", "cold"),
+    ("What is the capital of France?", "Paris"),
+    ("What's the capital of France?", "Paris"),
+    ("capital of France?", "Paris"),
+    ("What is the capital of Italy?", "Rome"),
+    ("What is the capital of Japan?", "Tokyo"),
+    ("What is 2+2?", "four"),
+    ("How many legs does a spider have?", "8"),
+    ("What is water made of?", "two hydrogen atoms"),
+    ("What is the opposite of hot?", "cold"),
     ("What is a hydroelectric power plant?", "uses water to generate electricity"),
-]  # fmt: skip
+]
 
 
 def test_it_answers_what_everybody_knows_as_it_is_served_and_ends(files: ModelFiles) -> None:
-    """Greedily. With its makers' prompt the same file answers 4 of 10 ways to ask for France's capital, sings in French for the rest, and does not end."""
+    """Greedily. With its makers' prompt the same file answers 4 of 10 ways to ask for France's
+    capital, sings in French for the rest, and does not end.
+    """
     tokenizer = AutoTokenizer.from_pretrained(files.folder)
     chats = [[{"role": "user", "content": question}] for question, _ in EVERYBODY_KNOWS]
     texts = tokenizer.apply_chat_template(chats, tokenize=False, add_generation_prompt=True)
     assert texts[0].endswith("<|im_start|>user\nWhat is the capital of France?<|im_end|>\n<|im_start|>assistant\n")
-    found = Engine(files, dtype=torch.bfloat16).generate([tokenizer.encode(text, add_special_tokens=False) for text in texts], 60, eos=2)
+    found = Engine(files, dtype=torch.bfloat16).generate(
+        [tokenizer.encode(text, add_special_tokens=False) for text in texts], 60, eos=2
+    )
     answers = [tokenizer.decode(tokens) for tokens in found]
-    wrong = [answer for answer, (_, known) in zip(answers, EVERYBODY_KNOWS, strict=True) if known not in answer or not answer.endswith("<|im_end|>")]
+    wrong = [
+        answer
+        for answer, (_, known) in zip(answers, EVERYBODY_KNOWS, strict=True)
+        if known not in answer or not answer.endswith("<|im_end|>")
+    ]
     assert wrong == [] and 2 in files.eos_token_ids
 
 
 def test_a_prompt_of_one_s_own_stands_in_the_place_of_its_default(files: ModelFiles) -> None:
     tokenizer = AutoTokenizer.from_pretrained(files.folder)
     own = [{"role": "system", "content": "Rhyme."}, {"role": "user", "content": "Hi"}]
-    assert tokenizer.apply_chat_template(own, tokenize=False) == "<|im_start|>system\nRhyme.<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n"
+    assert (
+        tokenizer.apply_chat_template(own, tokenize=False)
+        == "<|im_start|>system\nRhyme.<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n"
+    )
 
 
 def test_its_tokenizer_is_byte_level_with_single_digits(files: ModelFiles) -> None:
@@ -111,6 +144,10 @@ def test_its_tokenizer_is_byte_level_with_single_digits(files: ModelFiles) -> No
     assert tokenizer.encode("<|im_start|>user\n").ids[:2] == [1, tokenizer.token_to_id("user")]
     assert tokenizer.encode("Hello").ids == [tokenizer.token_to_id("Hello")], "no BOS"
     assert tokenizer.encode(" 2024").tokens == ["Ġ", "2", "0", "2", "4"]
-    assert not any(sum(character.isdigit() for character in token) > 1 for token in tokenizer.get_vocab() if not token.startswith("<"))
+    assert not any(
+        sum(character.isdigit() for character in token) > 1
+        for token in tokenizer.get_vocab()
+        if not token.startswith("<")
+    )
     for text in ("naïve café 🤖 你好\n\tx = 1", "  two  spaces  "):
         assert tokenizer.decode(tokenizer.encode(text).ids) == text

@@ -16,7 +16,20 @@ from shared.model.files import DEMO_MODEL, open_model
 from shared.process.errors import StartupError
 from tests.kernels.backends import CPU
 
-SMALL = ["--tokens", "6000", "--vocabulary", "300", "--epochs", "4", "--heads", "2", "--temperature", "0.5", "--num-threads", "1"]
+SMALL = [
+    "--tokens",
+    "6000",
+    "--vocabulary",
+    "300",
+    "--epochs",
+    "4",
+    "--heads",
+    "2",
+    "--temperature",
+    "0.5",
+    "--num-threads",
+    "1",
+]
 
 
 def random_answers(count: int, hidden: int, vocab: int) -> Answers:
@@ -37,7 +50,11 @@ def test_gradients_are_those_of_the_divergence_from_the_models_own_later_rows() 
         later = rows + number + 1
         is_same = answers.numbers[later] == answers.numbers[rows]
         wanted = (answers.states[later].float() @ head.float().T).softmax(-1)
-        loss = -(wanted * (heads(answers.states[rows].float(), number) @ head.float().T).log_softmax(-1)).sum(-1)[is_same].mean()
+        loss = (
+            -(wanted * (heads(answers.states[rows].float(), number) @ head.float().T).log_softmax(-1))
+            .sum(-1)[is_same]
+            .mean()
+        )
         assert losses[number] == pytest.approx(loss.item(), rel=0.02)
         expected = expected + loss
     for ours, theirs in zip(found, torch.autograd.grad(expected, parameters), strict=True):
@@ -49,7 +66,9 @@ def test_heads_learn_what_can_be_learnt() -> None:
     vocab, hidden = 24, 48
     head = torch.randn(vocab, hidden) * 2
     token_ids = torch.arange(4000) * 7 % vocab  # the token after each is a function of it
-    answers = Answers((head[token_ids] + 0.1 * torch.randn(4000, hidden)).bfloat16(), token_ids, torch.arange(4000) // 400)
+    answers = Answers(
+        (head[token_ids] + 0.1 * torch.randn(4000, hidden)).bfloat16(), token_ids, torch.arange(4000) // 400
+    )
     known = likeliest_tokens(answers, vocab, vocab)
     untrained = TrainableHeads(torch.zeros(2, 1, hidden, hidden), torch.zeros(2, 1, hidden))
     trained = train(answers, head, Recipe(2, 1, 12, 1e-2, 0))
@@ -59,7 +78,12 @@ def test_heads_learn_what_can_be_learnt() -> None:
 
 def test_the_likeliest_tokens_are_those_of_the_answers() -> None:
     answers = Answers(torch.zeros(6, 1), torch.tensor([4, 2, 2, 9, 9, 9]), torch.zeros(6, dtype=torch.int64))
-    assert likeliest_tokens(answers, 20, 2).tolist() == [2, 9] and likeliest_tokens(answers, 20, 4).tolist() == [0, 2, 4, 9]
+    assert likeliest_tokens(answers, 20, 2).tolist() == [2, 9] and likeliest_tokens(answers, 20, 4).tolist() == [
+        0,
+        2,
+        4,
+        9,
+    ]
 
 
 @pytest.mark.more
@@ -77,7 +101,9 @@ def test_heads_of_the_demo_are_written_and_the_same_again(tmp_path: Path, capsys
     assert (len(weights.blocks), len(weights.blocks[0]), len(weights.lm_heads)) == (2, 1, 1)
     own = load_file(DEMO_MODEL / "model.safetensors")
     lm_head = own.get("lm_head.weight", own["model.embed_tokens.weight"])
-    assert weights.token_ids is not None and weights.lm_heads[0].equal(lm_head[weights.token_ids].bfloat16()), "the model's own head, a part of it"
+    assert weights.token_ids is not None and weights.lm_heads[0].equal(lm_head[weights.token_ids].bfloat16()), (
+        "the model's own head, a part of it"
+    )
 
 
 def test_prompts_come_from_a_file(tmp_path: Path) -> None:
@@ -87,7 +113,11 @@ def test_prompts_come_from_a_file(tmp_path: Path) -> None:
     assert len(set(built_in)) == len(built_in) == 1200
     (tmp_path / "one.txt").write_text("One?\n")
     (tmp_path / "bytes.txt").write_bytes(b"\xff\xfe\xfa")
-    for name, reason in (("one.txt", "fewer than two lines"), ("bytes.txt", "not a text in UTF-8"), ("none.txt", "No such file")):
+    for name, reason in (
+        ("one.txt", "fewer than two lines"),
+        ("bytes.txt", "not a text in UTF-8"),
+        ("none.txt", "No such file"),
+    ):
         with pytest.raises(StartupError, match=reason):
             read_prompts(str(tmp_path / name))
 
@@ -103,7 +133,9 @@ def test_prompts_come_from_a_file(tmp_path: Path) -> None:
         (["--tokens", "50"], "too short to learn from"),
     ],
 )
-def test_bad_input_is_refused_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str], flags: list[str], reason: str) -> None:
+def test_bad_input_is_refused_in_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], flags: list[str], reason: str
+) -> None:
     assert main(["train-heads", "demo", str(tmp_path / "out"), "--num-threads", "1", *flags]) == 2
     last = capsys.readouterr().err.rstrip().splitlines()[-1]
     assert last.startswith("penstock: ") and reason in last

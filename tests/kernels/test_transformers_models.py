@@ -1,4 +1,6 @@
-"""Models on the modules of the transformers library, over our scheduler, blocks and cache: against the library's own generation, in any company."""
+"""Models on the modules of the transformers library, over our scheduler, blocks and cache: against
+the library's own generation, in any company.
+"""
 
 import json
 import logging
@@ -12,7 +14,14 @@ from safetensors.torch import load_file, save_file
 from transformers import PretrainedConfig
 
 from services.compute.loop.engine import build_engine
-from services.compute.models.transformers_attention import ANSWERS, ATTENTION, PassingCache, Unsupported, masked_attention, register
+from services.compute.models.transformers_attention import (
+    ANSWERS,
+    ATTENTION,
+    PassingCache,
+    Unsupported,
+    masked_attention,
+    register,
+)
 from services.compute.models.transformers_model import TransformersModel, load_transformers_model
 from shared.model.files import DEMO_MODEL, open_model
 from shared.process.errors import StartupError
@@ -22,10 +31,21 @@ from tests.kernels.backends import FLOAT32
 from tests.kernels.families import CONFIGS, SIZES, Engine, assert_greedy, reference_model
 from tests.kernels.test_models import NUM_TOKENS, prompts
 
-GPT: dict[str, Any] = {"vocab_size": 512, "n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 512, "eos_token_id": 1, "bos_token_id": 1}
+GPT: dict[str, Any] = {
+    "vocab_size": 512,
+    "n_embd": 64,
+    "n_layer": 3,
+    "n_head": 4,
+    "n_positions": 512,
+    "eos_token_id": 1,
+    "bos_token_id": 1,
+}
 HEADS: dict[str, Any] = SIZES | {"num_key_value_heads": 4}
 MOE: dict[str, Any] = {"num_local_experts": 4, "num_experts_per_tok": 2}
-MIXED_LAYERS: dict[str, Any] = {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"], "sliding_window": 24}
+MIXED_LAYERS: dict[str, Any] = {
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    "sliding_window": 24,
+}
 
 RAGGED: dict[str, PretrainedConfig] = {
     "gpt2": transformers.GPT2Config(**GPT),  # learned positions
@@ -39,30 +59,57 @@ RAGGED: dict[str, PretrainedConfig] = {
     "stablelm": transformers.StableLmConfig(**SIZES),
     "glm4": transformers.Glm4Config(**SIZES, head_dim=16),
     "exaone4": transformers.Exaone4Config(**SIZES, **MIXED_LAYERS),
-    "gemma2-caps": transformers.Gemma2Config(**SIZES, head_dim=16, sliding_window=24, attn_logit_softcapping=5.0, query_pre_attn_scalar=16),
+    "gemma2-caps": transformers.Gemma2Config(
+        **SIZES, head_dim=16, sliding_window=24, attn_logit_softcapping=5.0, query_pre_attn_scalar=16
+    ),
     "gpt-oss-sinks": transformers.GptOssConfig(**SIZES, **MOE, head_dim=16, sliding_window=24),
     "deepseek3": transformers.DeepseekV3Config(
-        **HEADS, n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, n_group=1, topk_group=1, first_k_dense_replace=1, q_lora_rank=32,
-        kv_lora_rank=16, qk_rope_head_dim=8, qk_nope_head_dim=16, v_head_dim=16,
+        **HEADS,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=32,
+        n_group=1,
+        topk_group=1,
+        first_k_dense_replace=1,
+        q_lora_rank=32,
+        kv_lora_rank=16,
+        qk_rope_head_dim=8,
+        qk_nope_head_dim=16,
+        v_head_dim=16,
     ),  # keys of 24 dimensions, values of 16
     "gemma4-sizes": transformers.Gemma4UnifiedTextConfig(
-        **SIZES, head_dim=16, sliding_window=24, layer_types=["sliding_attention", "sliding_attention", "full_attention"],
-        per_layer_config={"02": {"head_dim": 32}}, use_bidirectional_attention=None,
+        **SIZES,
+        head_dim=16,
+        sliding_window=24,
+        layer_types=["sliding_attention", "sliding_attention", "full_attention"],
+        per_layer_config={"02": {"head_dim": 32}},
+        use_bidirectional_attention=None,
     ),  # layers whose heads differ
     "granite4-attention": transformers.GraniteMoeHybridConfig(
-        **SIZES, layer_types=["attention"] * 3, num_local_experts=0, num_experts_per_tok=0, shared_intermediate_size=48, position_embedding_type="rope",
+        **SIZES,
+        layer_types=["attention"] * 3,
+        num_local_experts=0,
+        num_experts_per_tok=0,
+        shared_intermediate_size=48,
+        position_embedding_type="rope",
     ),  # of a class that may have a state
-}  # fmt: skip
+}
 ONE_BY_ONE: dict[str, PretrainedConfig] = {
     "llama4-chunks": transformers.Llama4TextConfig(
-        **SIZES | MOE | {"num_experts_per_tok": 1, "num_hidden_layers": 4}, head_dim=16, intermediate_size_mlp=112, attention_chunk_size=24, attn_scale=0.1,
+        **SIZES | MOE | {"num_experts_per_tok": 1, "num_hidden_layers": 4},
+        head_dim=16,
+        intermediate_size_mlp=112,
+        attention_chunk_size=24,
+        attn_scale=0.1,
         floor_scale=8,
     ),  # its fourth layer does not rotate, and asks the cache for positions
     "gptj": transformers.GPTJConfig(**GPT, rotary_dim=8),
     "falcon": transformers.FalconConfig(**HEADS),
-    "bloom-alibi": transformers.BloomConfig(vocab_size=512, hidden_size=64, n_layer=3, n_head=4, eos_token_id=1, bos_token_id=1),
+    "bloom-alibi": transformers.BloomConfig(
+        vocab_size=512, hidden_size=64, n_layer=3, n_head=4, eos_token_id=1, bos_token_id=1
+    ),
     "mpt-alibi": transformers.MptConfig(vocab_size=512, d_model=64, n_heads=4, n_layers=3, max_seq_len=512),
-}  # fmt: skip
+}
 ALL = RAGGED | ONE_BY_ONE
 
 
@@ -110,9 +157,14 @@ def test_native_models_run_on_the_library_too(name: str, tmp_path: Path) -> None
 
 
 GEMMA4_TEXT: dict[str, Any] = {
-    **SIZES, "model_type": "gemma4_unified_text", "head_dim": 16, "attention_k_eq_v": True, "use_bidirectional_attention": "vision", "sliding_window": 24,
+    **SIZES,
+    "model_type": "gemma4_unified_text",
+    "head_dim": 16,
+    "attention_k_eq_v": True,
+    "use_bidirectional_attention": "vision",
+    "sliding_window": 24,
     "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
-}  # fmt: skip
+}
 
 
 def test_the_text_of_a_model_that_sees_runs_by_the_class_of_the_text(tmp_path: Path) -> None:
@@ -140,7 +192,11 @@ def test_what_a_row_of_several_sequences_would_make_wrong_is_found(tmp_path: Pat
     counts.model.layers[2].input_layernorm.register_forward_hook(
         lambda _, __, output: output * (1 + 0.1 * torch.arange(output.shape[1], device=output.device)[:, None])
     )
-    for model, reason in ((asks, "the length of its cache"), (mixes, "its place in the row"), (counts, "its place in the row")):
+    for model, reason in (
+        (asks, "the length of its cache"),
+        (mixes, "its place in the row"),
+        (counts, "its place in the row"),
+    ):
         model.eval().set_attn_implementation(ATTENTION)
         with pytest.raises(Unsupported, match=reason):
             TransformersModel(model, FLOAT32, is_ragged=True)
@@ -148,7 +204,12 @@ def test_what_a_row_of_several_sequences_would_make_wrong_is_found(tmp_path: Pat
 
 def test_every_question_that_the_library_can_ask_of_a_cache_is_answered_or_refused() -> None:
     cache = PassingCache()
-    for name in [*(each for each in dir(transformers.Cache) if not each.startswith("_")), "layers", "seen_tokens", "max_length"]:
+    for name in [
+        *(each for each in dir(transformers.Cache) if not each.startswith("_")),
+        "layers",
+        "seen_tokens",
+        "max_length",
+    ]:
         if name in ANSWERS:
             getattr(cache, name)
         else:
@@ -157,8 +218,16 @@ def test_every_question_that_the_library_can_ask_of_a_cache_is_answered_or_refus
     with pytest.raises(Unsupported):
         len(cache)
     assert {name for name in ANSWERS if not name.startswith("__")} == {
-        "update", "note", "get_seq_length", "get_query_offset", "get_mask_sizes", "is_sliding", "is_linear", "is_dummy", "is_compileable"
-    }  # fmt: skip
+        "update",
+        "note",
+        "get_seq_length",
+        "get_query_offset",
+        "get_mask_sizes",
+        "is_sliding",
+        "is_linear",
+        "is_dummy",
+        "is_compileable",
+    }
 
 
 def test_bfloat16_and_a_cache_of_int8() -> None:
@@ -178,7 +247,10 @@ def test_bfloat16_and_a_cache_of_int8() -> None:
 @pytest.mark.parametrize("cap", [None, 3.0])
 def test_attention_with_sinks_and_caps_against_float64(cap: float | None) -> None:
     generator = torch.Generator().manual_seed(0)
-    q, k, v = (torch.randn(2, heads, length, dim, generator=generator) for heads, length, dim in ((4, 3, 24), (2, 7, 24), (2, 7, 16)))
+    q, k, v = (
+        torch.randn(2, heads, length, dim, generator=generator)
+        for heads, length, dim in ((4, 3, 24), (2, 7, 24), (2, 7, 16))
+    )
     sinks = torch.randn(4, generator=generator)
     mask = torch.ones(2, 1, 3, 7, dtype=torch.bool).tril(4)
     found = masked_attention(q, k, v, mask, scale=0.3, softcap=cap, sinks=sinks)
@@ -186,7 +258,11 @@ def test_attention_with_sinks_and_caps_against_float64(cap: float | None) -> Non
         scores = k[sequence, head // 2].double() @ q[sequence, head, query].double() * 0.3
         scores = scores if cap is None else cap * torch.tanh(scores / cap)
         weights = scores[mask[sequence, 0, query]].exp()
-        expected = weights @ v[sequence, head // 2][mask[sequence, 0, query]].double() / (weights.sum() + sinks[head].double().exp())
+        expected = (
+            weights
+            @ v[sequence, head // 2][mask[sequence, 0, query]].double()
+            / (weights.sum() + sinks[head].double().exp())
+        )
         torch.testing.assert_close(found[sequence, head, query].double(), expected, atol=1e-6, rtol=1e-5)
 
 
@@ -195,8 +271,14 @@ def load(folder: Path, max_model_len: int = 512) -> None:
 
 
 REFUSED: dict[str, tuple[PretrainedConfig, str]] = {
-    "mamba": (transformers.MambaConfig(vocab_size=64, hidden_size=32, num_hidden_layers=2), "keeps other state than keys and values"),
-    "lfm2": (transformers.Lfm2Config(**SIZES, layer_types=["conv", "full_attention", "conv"]), "keeps other state than keys and values"),
+    "mamba": (
+        transformers.MambaConfig(vocab_size=64, hidden_size=32, num_hidden_layers=2),
+        "keeps other state than keys and values",
+    ),
+    "lfm2": (
+        transformers.Lfm2Config(**SIZES, layer_types=["conv", "full_attention", "conv"]),
+        "keeps other state than keys and values",
+    ),
     "recurrent-gemma": (
         transformers.RecurrentGemmaConfig(**SIZES, head_dim=16, lru_width=64, attention_window_size=24),
         "keeps other state than keys and values",
@@ -209,7 +291,9 @@ REFUSED: dict[str, tuple[PretrainedConfig, str]] = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_models_that_a_paged_cache_cannot_serve_are_refused(name: str, tmp_path: Path) -> None:
     config, reason = REFUSED[name]
-    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)  # the usual small weights: what tokens do to each other is little
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(
+        tmp_path
+    )  # the usual small weights: what tokens do to each other is little
     with pytest.raises(StartupError, match=reason) as raised:
         load(tmp_path)
     assert "\n" not in str(raised.value)
@@ -221,7 +305,14 @@ def test_what_comes_with_code_or_with_an_encoder_is_refused_before_its_weights_a
     with pytest.raises(StartupError, match="t5 is an encoder-decoder"):
         load(tmp_path)
     (tmp_path / "modeling_own.py").write_text("raise SystemExit('it was run')\n")
-    file.write_text(json.dumps({"model_type": "own", "auto_map": {"AutoConfig": "modeling_own.Config", "AutoModelForCausalLM": "modeling_own.Model"}}))
+    file.write_text(
+        json.dumps(
+            {
+                "model_type": "own",
+                "auto_map": {"AutoConfig": "modeling_own.Config", "AutoModelForCausalLM": "modeling_own.Model"},
+            }
+        )
+    )
     with pytest.raises(StartupError, match="code that comes with it"):
         load(tmp_path)
     file.write_text(json.dumps({"model_type": "unheard-of"}))
@@ -230,8 +321,16 @@ def test_what_comes_with_code_or_with_an_encoder_is_refused_before_its_weights_a
     file.write_text(transformers.CLIPConfig().to_json_string())
     with pytest.raises(StartupError, match="clip is not a language model"):
         load(tmp_path)
-    rope = {"rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0] * 8, "long_factor": [2.0] * 8, "original_max_position_embeddings": 128}
-    file.write_text(transformers.Phi3Config(**SIZES, rope_parameters=rope, original_max_position_embeddings=128).to_json_string())
+    rope = {
+        "rope_type": "longrope",
+        "rope_theta": 10000.0,
+        "short_factor": [1.0] * 8,
+        "long_factor": [2.0] * 8,
+        "original_max_position_embeddings": 128,
+    }
+    file.write_text(
+        transformers.Phi3Config(**SIZES, rope_parameters=rope, original_max_position_embeddings=128).to_json_string()
+    )
     with pytest.raises(StartupError, match="--max-model-len 128"):
         load(tmp_path)
 
@@ -243,14 +342,20 @@ def test_weights_that_are_missing_or_quantized_are_named(tmp_path: Path) -> None
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(StartupError, match=r"no tensor model\.layers\.1\.self_attn\.q_proj\.weight"):
         load(tmp_path)
-    save_file(tensors | {"model.layers.1.self_attn.q_proj.weight": lost[:3].clone()}, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    save_file(
+        tensors | {"model.layers.1.self_attn.q_proj.weight": lost[:3].clone()},
+        tmp_path / "model.safetensors",
+        metadata={"format": "pt"},
+    )
     with pytest.raises(StartupError, match="can't load the model"):
         load(tmp_path)
     (tmp_path / "model.safetensors").unlink()
     with pytest.raises(StartupError, match="can't load the model"):
         load(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "gptq", "bits": 4}}))
+    (tmp_path / "config.json").write_text(
+        json.dumps(config | {"quantization_config": {"quant_method": "gptq", "bits": 4}})
+    )
     with pytest.raises(StartupError, match="quantized"):
         load(tmp_path)
 
@@ -267,7 +372,10 @@ def test_the_engine_chooses_by_architecture_and_setting(tmp_path: Path, caplog: 
     assert engine.max_model_len == 512 and engine.runner.vocab_size == 512
     demo = open_model("demo")
     assert build_engine(ComputeSettings(**small), demo).runner.model.implementation == "native"
-    assert build_engine(ComputeSettings(**small, model_impl="transformers"), demo).runner.model.implementation == "transformers (ragged)"
+    assert (
+        build_engine(ComputeSettings(**small, model_impl="transformers"), demo).runner.model.implementation
+        == "transformers (ragged)"
+    )
     make("bloom-alibi", tmp_path / "bloom")
     (tmp_path / "bloom" / "tokenizer.json").write_text("{}")
     bloom = open_model(str(tmp_path / "bloom"))
@@ -287,7 +395,9 @@ def test_an_error_of_the_library_is_a_refusal_that_names_it(tmp_path: Path) -> N
     config = transformers.BertConfig(**HEADS)
     transformers.BertForSequenceClassification(config).save_pretrained(tmp_path)
     (tmp_path / "tokenizer.json").write_text("{}")  # which only the library reads
-    with pytest.raises(StartupError, match=f"^{tmp_path.name} can't run on the transformers library: [A-Z][A-Za-z]+: .+") as raised:
+    with pytest.raises(
+        StartupError, match=f"^{tmp_path.name} can't run on the transformers library: [A-Z][A-Za-z]+: .+"
+    ) as raised:
         build_engine(ComputeSettings(kv_cache_memory="1MiB", dtype="float32"), open_model(str(tmp_path)))
     assert "\n" not in str(raised.value)
 

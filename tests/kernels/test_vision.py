@@ -42,24 +42,33 @@ def given_to_library(name: str, pixels: list[dict[str, Any]]) -> dict[str, torch
         return {"pixel_values": torch.cat([torch.from_numpy(each["pixel_values"]) for each in pixels], 1)}
     if name == "llava_next":
         most = max(each["pixel_values"].shape[1] for each in pixels)
-        padded = [np.pad(each["pixel_values"], [(0, 0), (0, most - each["pixel_values"].shape[1]), *[(0, 0)] * 3]) for each in pixels]
+        padded = [
+            np.pad(each["pixel_values"], [(0, 0), (0, most - each["pixel_values"].shape[1]), *[(0, 0)] * 3])
+            for each in pixels
+        ]
         return {
             "pixel_values": torch.from_numpy(np.concatenate(padded)),
             "image_sizes": torch.from_numpy(np.concatenate([each["image_sizes"] for each in pixels])),
-        }  # fmt: skip
+        }
     if name in ("mistral3", "pixtral"):
         height, width = np.max([each["pixel_values"].shape[2:] for each in pixels], 0)
         sides = [(height - each["pixel_values"].shape[2], width - each["pixel_values"].shape[3]) for each in pixels]
-        padded = [np.pad(each["pixel_values"], [(0, 0), (0, 0), (0, down), (0, across)]) for each, (down, across) in zip(pixels, sides, strict=True)]
+        padded = [
+            np.pad(each["pixel_values"], [(0, 0), (0, 0), (0, down), (0, across)])
+            for each, (down, across) in zip(pixels, sides, strict=True)
+        ]
         return {
             "pixel_values": torch.from_numpy(np.concatenate(padded)),
             "image_sizes": torch.from_numpy(np.concatenate([each["image_sizes"] for each in pixels])),
-        }  # fmt: skip
+        }
     return {name: torch.from_numpy(np.concatenate([each[name] for each in pixels])) for name in pixels[0]}
 
 
 ON_MODULES = ["aya_vision"]  # of the library, the text, too
-PARITY = [*((name, "transformers" if name in ON_MODULES else "native") for name in CONFIGS), ("smolvlm", "transformers")]
+PARITY = [
+    *((name, "transformers" if name in ON_MODULES else "native") for name in CONFIGS),
+    ("smolvlm", "transformers"),
+]
 
 
 @pytest.mark.sampled(2)
@@ -72,14 +81,25 @@ def test_tokens_and_logits_equal_the_library_s(name: str, model_impl: str, tmp_p
         pixels = [pixels_of(tmp_path, size, seed) for seed, size in enumerate(sizes)]
         keys = [f"{turn}.{number}" for number in range(len(sizes))]
         seen = prompt_with(family, sizes, keys=keys)
-        engine.runner.images = {key: torch.cat([tower.encode(call) for call in tower.calls(each)]) for key, each in zip(keys, pixels, strict=True)}
-        [tokens] = engine.generate([seen.placed.token_ids.tolist()], NUM_TOKENS, images=[seen.placed], sees_whole_images=family.num_whole > 0)
+        engine.runner.images = {
+            key: torch.cat([tower.encode(call) for call in tower.calls(each)])
+            for key, each in zip(keys, pixels, strict=True)
+        }
+        [tokens] = engine.generate(
+            [seen.placed.token_ids.tolist()], NUM_TOKENS, images=[seen.placed], sees_whole_images=family.num_whole > 0
+        )
         if IMAGE_TOKEN in tokens:  # the library takes one that is generated for a place
             tokens = tokens[: tokens.index(IMAGE_TOKEN) + 1]
         ids = torch.tensor([[*seen.token_ids, *tokens[:-1]]])
-        kinds = {{"q": "mm_token_type_ids", "g": "token_type_ids"}[name[0]]: (ids == IMAGE_TOKEN).int()} if name[0] in "qg" else {}
+        kinds = (
+            {{"q": "mm_token_type_ids", "g": "token_type_ids"}[name[0]]: (ids == IMAGE_TOKEN).int()}
+            if name[0] in "qg"
+            else {}
+        )
         with torch.no_grad():
-            found = reference(input_ids=ids, attention_mask=torch.ones_like(ids), **given_to_library(name, pixels), **kinds).logits
+            found = reference(
+                input_ids=ids, attention_mask=torch.ones_like(ids), **given_to_library(name, pixels), **kinds
+            ).logits
         logits = found[0, len(seen.token_ids) - 1 :]
         if name == "aya_vision":  # its text's part alone multiplies them, and the library's model of both forgets that
             logits = logits * AutoConfig.from_pretrained(tmp_path).text_config.logit_scale
@@ -100,7 +120,15 @@ def test_an_image_s_tokens_see_each_other_where_the_model_was_made_so(tmp_path: 
 
 
 @pytest.mark.parametrize("name", ["smolvlm", "qwen2_5_vl", "gemma3"])
-@pytest.mark.parametrize("how", [{}, {"dtype": torch.bfloat16}, {"dtype": torch.bfloat16, "kv_group": 32}, {"dtype": torch.bfloat16, "quantization": "w8a8"}])
+@pytest.mark.parametrize(
+    "how",
+    [
+        {},
+        {"dtype": torch.bfloat16},
+        {"dtype": torch.bfloat16, "kv_group": 32},
+        {"dtype": torch.bfloat16, "quantization": "w8a8"},
+    ],
+)
 def test_company_chunks_preemption_and_the_cache_change_no_bit(name: str, how: dict[str, Any], tmp_path: Path) -> None:
     """Some prompts share an image, or all but an image."""
     write_vision_model(name, tmp_path)
@@ -108,20 +136,29 @@ def test_company_chunks_preemption_and_the_cache_change_no_bit(name: str, how: d
     prompts = [
         prompt_with(family, sizes, keys=keys, text=text)
         for sizes, keys, text in [
-            ([SIZES[0]], ["a"], 7), ([SIZES[0]], ["b"], 7), ([SIZES[0], SIZES[1]], ["a", "c"], 7), ([SIZES[2]], ["d"], 40), ([SIZES[0]], ["a"], 90),
+            ([SIZES[0]], ["a"], 7),
+            ([SIZES[0]], ["b"], 7),
+            ([SIZES[0], SIZES[1]], ["a", "c"], 7),
+            ([SIZES[2]], ["d"], 40),
+            ([SIZES[0]], ["a"], 90),
             ([], [], 50),
         ]
-    ]  # fmt: skip
+    ]
     loaded = Engine(tmp_path, **how)
     rng = torch.Generator().manual_seed(1)
     images = {
-        image.image.key: torch.randn(image.num_tokens, 64, generator=rng).to(how.get("dtype", torch.float32)) for each in prompts for image in each.images
+        image.image.key: torch.randn(image.num_tokens, 64, generator=rng).to(how.get("dtype", torch.float32))
+        for each in prompts
+        for image in each.images
     }
 
     def bits(engine: Engine, some: list[Seen]) -> list[torch.Tensor]:
         engine.runner.images = images
         engine.generate(
-            [each.placed.token_ids.tolist() for each in some], NUM_TOKENS, images=[each.placed for each in some], sees_whole_images=family.num_whole > 0
+            [each.placed.token_ids.tolist() for each in some],
+            NUM_TOKENS,
+            images=[each.placed for each in some],
+            sees_whole_images=family.num_whole > 0,
         )
         return [torch.stack(engine.logits[number]) for number in range(len(some))]
 
@@ -131,10 +168,16 @@ def test_company_chunks_preemption_and_the_cache_change_no_bit(name: str, how: d
     alone = [bits(fresh(), [each])[0] for each in prompts]
     assert not torch.equal(alone[0], alone[1])
     longest = max(len(each.token_ids) for each in prompts)
-    engines = [fresh(), fresh(max_batched_tokens=24, max_num_seqs=8), fresh(num_blocks=-(-(longest + NUM_TOKENS) // 16) + 1, strategy="paged")]
+    engines = [
+        fresh(),
+        fresh(max_batched_tokens=24, max_num_seqs=8),
+        fresh(num_blocks=-(-(longest + NUM_TOKENS) // 16) + 1, strategy="paged"),
+    ]
     for engine in engines:
         for step in (1, -1, 1):  # the second and third time their prompts are cached
-            assert all(torch.equal(one, other) for one, other in zip(bits(engine, prompts[::step]), alone[::step], strict=True))
+            assert all(
+                torch.equal(one, other) for one, other in zip(bits(engine, prompts[::step]), alone[::step], strict=True)
+            )
     assert engines[2].scheduler.num_preemptions > 0
     assert engines[0].scheduler.prefixes.num_hits > 0
 
@@ -143,8 +186,9 @@ def test_prompts_with_other_images_share_no_block_of_them(tmp_path: Path) -> Non
     write_vision_model("smolvlm", tmp_path)
     family = family_of(tmp_path)
     one, other, low = (
-        prompt_with(family, [SIZES[0]], keys=[key], text=16, is_low=is_low) for key, is_low in (("a", False), ("b", False), ("a", True))
-    )  # fmt: skip
+        prompt_with(family, [SIZES[0]], keys=[key], text=16, is_low=is_low)
+        for key, is_low in (("a", False), ("b", False), ("a", True))
+    )
     assert one.token_ids == other.token_ids
     names = [[prefix_hashes(b"", each.placed.token_ids.tolist(), 16)] for each in (one, other, low)]
     for first, second in itertools.combinations((set(each) for [each] in names), 2):

@@ -1,4 +1,6 @@
-"""How many tokens images take, against what the transformers library's processors make of the image itself; and where they stand in a prompt."""
+"""How many tokens images take, against what the transformers library's processors make of the image
+itself; and where they stand in a prompt.
+"""
 
 import json
 from pathlib import Path
@@ -51,12 +53,18 @@ def test_tiles(name: str, folder: Path, width: int, height: int, is_low: bool) -
     assert shape.num_tokens == 4 * found["pixel_values"].shape[1]
     assert shape.text.count("<image>") == shape.num_tokens
     words = SimpleNamespace(
-        image_seq_len=4, fake_image_token="<fake_token_around_image>", image_token="<image>", global_image_tag="<global-img>", global_image_token="<global-img>"
+        image_seq_len=4,
+        fake_image_token="<fake_token_around_image>",
+        image_token="<image>",
+        global_image_tag="<global-img>",
+        global_image_token="<global-img>",
     )
     assert shape.text == SmolVLMProcessor.replace_image_token(words, {"rows": found["rows"], "cols": found["cols"]}, 0)
 
 
-@pytest.mark.parametrize(("width", "height"), [(640, 480), (480, 640), (3000, 500), (1, 2000), (4097, 4096), (2048, 2048), (5, 5)])
+@pytest.mark.parametrize(
+    ("width", "height"), [(640, 480), (480, 640), (3000, 500), (1, 2000), (4097, 4096), (2048, 2048), (5, 5)]
+)
 def test_tiles_of_smolvlm_s_own_size(width: int, height: int, tmp_path: Path) -> None:
     own = PROCESSORS["smolvlm"] | {"max_image_size": {"longest_edge": 512}, "size": {"longest_edge": 2048}}
     family, processor = loaded("smolvlm", tmp_path, own)
@@ -88,10 +96,18 @@ def test_arrangements_of_tiles(name: str, folder: Path, width: int, height: int,
     found = processed(processor, width, height, family.processing(is_low=is_low))
     assert shape.num_tokens == 16 * len(found["pixel_values"]) == shape.text.count(family.placeholder)
     own = SimpleNamespace(
-        start_image_token="<img>", end_image_token="</img>", image_token="<IMG_CONTEXT>", image_seq_length=16, img_size=64, patch_size=16,
-        start_of_img_token="<|START_OF_IMG|>", end_of_img_token="<|END_OF_IMG|>", img_patch_token="<|IMG_PATCH|>", tile_token="TILE",
+        start_image_token="<img>",
+        end_image_token="</img>",
+        image_token="<IMG_CONTEXT>",
+        image_seq_length=16,
+        img_size=64,
+        patch_size=16,
+        start_of_img_token="<|START_OF_IMG|>",
+        end_of_img_token="<|END_OF_IMG|>",
+        img_patch_token="<|IMG_PATCH|>",
+        tile_token="TILE",
         tile_global_token="TILE_GLOBAL",
-    )  # fmt: skip
+    )
     made = (AyaVisionProcessor if name == "aya_vision" else InternVLProcessor).replace_image_token(own, found, 0)
     assert shape.text == made
 
@@ -124,7 +140,10 @@ def test_resolutions(folder: Path, width: int, height: int) -> None:
 def test_others_have_as_many_tokens_whatever_the_size(folder: Path) -> None:
     assert {loaded("llava", folder)[0].shape(side, 50, is_low=False).num_tokens for side in (1, 99, 2000)} == {16}
     gemma = loaded("gemma3", folder)[0].shape(70, 50, is_low=False)
-    assert gemma.text == "\n\n<start_of_image>" + 16 * "<image_soft_token>" + "<end_of_image>\n\n" and gemma.num_tokens == 16
+    assert (
+        gemma.text == "\n\n<start_of_image>" + 16 * "<image_soft_token>" + "<end_of_image>\n\n"
+        and gemma.num_tokens == 16
+    )
 
 
 def test_what_is_no_configuration_is_said_so() -> None:
@@ -140,13 +159,19 @@ def test_places_have_names_that_follow_from_the_image() -> None:
     one = prompt_with(family, [(90, 60), (64, 64)], keys=["a", "b"])
     twice = prompt_with(family, [(90, 60), (90, 60)], keys=["a", "a"])
     named = one.placed.token_ids[one.placed.token_ids < 0]
-    assert len(set(named.tolist())) == len(named) == sum(each.num_tokens for each in one.images) and named.max() <= FIRST_NAME
+    assert (
+        len(set(named.tolist())) == len(named) == sum(each.num_tokens for each in one.images)
+        and named.max() <= FIRST_NAME
+    )
     again = twice.placed.token_ids[twice.placed.token_ids < 0]
     assert again[: len(again) // 2].tolist() == again[len(again) // 2 :].tolist()
     assert [run.count for run in one.placed.runs] == [4] * (len(named) // 4)
     rows = [place for run in one.placed.runs for place in range(run.start, run.end)]
     assert rows == np.flatnonzero(one.placed.token_ids < 0).tolist()
-    assert np.array_equal(names_of("a", 9)[:5], names_of("a", 5)) and not np.isin(names_of("a", 99), names_of("b", 99)).any()
+    assert (
+        np.array_equal(names_of("a", 9)[:5], names_of("a", 5))
+        and not np.isin(names_of("a", 99), names_of("b", 99)).any()
+    )
 
 
 @pytest.mark.parametrize("count", [3, 5])
@@ -158,7 +183,11 @@ def test_a_prompt_must_have_as_many_places_as_its_images_take(count: int) -> Non
 def test_rows_and_columns_must_be_in_one_piece() -> None:
     image = PromptImage(Image("a", 9, 9, 9), 4, 2, 2)
     placed = place_images(np.array([7, *[IMAGE_TOKEN] * 4, 8, 9]), [image], IMAGE_TOKEN)
-    assert placed.positions is not None and placed.positions.tolist() == [[0, 1, 1, 1, 1, 3, 4], [0, 1, 1, 2, 2, 3, 4], [0, 1, 2, 1, 2, 3, 4]]
+    assert placed.positions is not None and placed.positions.tolist() == [
+        [0, 1, 1, 1, 1, 3, 4],
+        [0, 1, 1, 2, 2, 3, 4],
+        [0, 1, 2, 1, 2, 3, 4],
+    ]
     assert placed.position_shift == -2
     with pytest.raises(Invalid, match="rows and columns"):
         place_images(np.array([IMAGE_TOKEN, IMAGE_TOKEN, 7, IMAGE_TOKEN, IMAGE_TOKEN]), [image], IMAGE_TOKEN)

@@ -1,4 +1,6 @@
-"""Quantized weights with activations in bfloat16: the bits of the same weights rounded to bfloat16, on every instruction set."""
+"""Quantized weights with activations in bfloat16: the bits of the same weights rounded to bfloat16,
+on every instruction set.
+"""
 
 import pytest
 import torch
@@ -26,11 +28,18 @@ def widening_backend() -> CpuBackend:
 @pytest.mark.usefixtures("instruction_set")
 @pytest.mark.parametrize("form", FORMS)
 @given(
-    rows=st.sampled_from([1, 2, 3, 7, 8, 9, 33, 70]), n=st.integers(1, 150), k=st.integers(1, 700), group=st.sampled_from([16, 32, 64, 128]),
-    has_bias=st.booleans(), is_gated=st.booleans(), seed=st.integers(0, 99),
-)  # fmt: skip
+    rows=st.sampled_from([1, 2, 3, 7, 8, 9, 33, 70]),
+    n=st.integers(1, 150),
+    k=st.integers(1, 700),
+    group=st.sampled_from([16, 32, 64, 128]),
+    has_bias=st.booleans(),
+    is_gated=st.booleans(),
+    seed=st.integers(0, 99),
+)
 @examples(30)
-def test_a_layer_computes_the_bits_of_its_widened_weights(form: str, rows: int, n: int, k: int, group: int, has_bias: bool, is_gated: bool, seed: int) -> None:
+def test_a_layer_computes_the_bits_of_its_widened_weights(
+    form: str, rows: int, n: int, k: int, group: int, has_bias: bool, is_gated: bool, seed: int
+) -> None:
     n = 2 * n if is_gated else n
     matrix, x, norm = held(form, n, k, group, seed), randn(rows, k, seed=seed + 1), randn(k, seed=seed + 2)
     bias = randn(n, seed=seed + 3) if has_bias else None
@@ -38,7 +47,9 @@ def test_a_layer_computes_the_bits_of_its_widened_weights(form: str, rows: int, 
     widened = widening_backend().make_linear(matrix, bias, is_gated=is_gated)
     assert torch.equal(widened(x, norm=norm, eps=EPS), dense(x, norm=norm, eps=EPS))
     if form in RESTORED:
-        again = widening_backend().restore_linear(widened.parts, n, k, is_gated=is_gated, has_bias=has_bias, activation="silu")
+        again = widening_backend().restore_linear(
+            widened.parts, n, k, is_gated=is_gated, has_bias=has_bias, activation="silu"
+        )
         assert torch.equal(again(x), dense(x))
 
 
@@ -47,20 +58,34 @@ def test_a_layer_computes_the_bits_of_its_widened_weights(form: str, rows: int, 
 @pytest.mark.parametrize("quantization", ["w8a8", "w4", "nf4"])
 @pytest.mark.parametrize("rows", [1, 5, 40, 600])
 def test_an_mlp_that_is_quantized_at_load(quantization: str, rows: int) -> None:
-    gate_up, down, x, norm = randn(2 * 200, 320, seed=1), randn(320, 200, seed=2), randn(rows, 320, seed=3), randn(320, seed=4)
+    gate_up, down, x, norm = (
+        randn(2 * 200, 320, seed=1),
+        randn(320, 200, seed=2),
+        randn(rows, 320, seed=3),
+        randn(320, seed=4),
+    )
     native, widening = native_backend(), widening_backend()
     forms = [quantize_weight(each, quantization, 32) for each in (gate_up, down)]
     dense = native.make_mlp(
-        *(native.make_linear(Dense(each.dequantize(torch.bfloat16)), is_gated=is_gated) for each, is_gated in zip(forms, (True, False), strict=True))
+        *(
+            native.make_linear(Dense(each.dequantize(torch.bfloat16)), is_gated=is_gated)
+            for each, is_gated in zip(forms, (True, False), strict=True)
+        )
     )
     widened = widening.make_mlp(
-        *(widening.make_linear(Dense(each), quantization=quantization, is_gated=is_gated) for each, is_gated in ((gate_up, True), (down, False)))
+        *(
+            widening.make_linear(Dense(each), quantization=quantization, is_gated=is_gated)
+            for each, is_gated in ((gate_up, True), (down, False))
+        )
     )
     found = widened(x, norm=norm, eps=EPS)
     assert torch.equal(found, dense(x, norm=norm, eps=EPS))
     torch_backend = TorchBackend(torch.bfloat16, CPU, "bfloat16")
     definition = torch_backend.make_linear(Dense(gate_up), quantization=quantization, is_gated=True)
-    assert error(widening.make_linear(Dense(gate_up), quantization=quantization, is_gated=True)(x), definition(x).double()) < 0.01
+    assert (
+        error(widening.make_linear(Dense(gate_up), quantization=quantization, is_gated=True)(x), definition(x).double())
+        < 0.01
+    )
 
 
 @pytest.mark.usefixtures("instruction_set")

@@ -1,5 +1,7 @@
-"""`make verify SUITE=kubernetes`: the manifests of deploy/kubernetes and the chart of deploy/helm, by the schemas of several versions of Kubernetes, by each
-other, and by what they do: a kubelet in small starts every stage, probes it, and rolls each Deployment over by the manifests' own numbers, while clients ask.
+"""`make verify SUITE=kubernetes`: the manifests of deploy/kubernetes and the chart of deploy/helm,
+by the schemas of several versions of Kubernetes, by each
+other, and by what they do: a kubelet in small starts every stage, probes it, and rolls each
+Deployment over by the manifests' own numbers, while clients ask.
 Then KEDA in small ends all replicas when nobody asks, and starts them when somebody does.
 Needs root (host names of pods), helm and kubectl.
 
@@ -39,9 +41,16 @@ def check_schemas() -> list[str]:
     """Whatever is wrong with an object of Kubernetes' own kinds, in a file or in what helm makes of the chart."""
     found = []
     objects: list[tuple[str, dict[str, Any]]] = [
-        (path.name, each) for path in sorted(FOLDER.rglob("*.yaml")) if path.name != "kustomization.yaml" for each in yaml.safe_load_all(path.read_text())
+        (path.name, each)
+        for path in sorted(FOLDER.rglob("*.yaml"))
+        if path.name != "kustomization.yaml"
+        for each in yaml.safe_load_all(path.read_text())
     ]
-    objects += [(f"chart, {values}", each) for values in (*chart.PAIRS.values(), *chart.OTHER_VALUES) for each in chart.render(values).objects]
+    objects += [
+        (f"chart, {values}", each)
+        for values in (*chart.PAIRS.values(), *chart.OTHER_VALUES)
+        for each in chart.render(values).objects
+    ]
     for name, each in objects:
         for version in VERSIONS if not each["apiVersion"].startswith("keda.sh/") else ():
             try:
@@ -59,8 +68,15 @@ async def roll_all(folder: Path, redis_url: str, options: argparse.Namespace) ->
     try:
         await kubelet.start()
         async with httpx.AsyncClient(timeout=60, trust_env=False) as http:
-            made = await http.post(f"http://127.0.0.1:{kubelet.endpoints[0].port}/v1/prompt_modules", json={"modules": MODULES})
-        load = Load(cast(Cluster, kubelet), make_specs(MODEL, options.seed, made.json()["id"], sees=False), history, options.seed)
+            made = await http.post(
+                f"http://127.0.0.1:{kubelet.endpoints[0].port}/v1/prompt_modules", json={"modules": MODULES}
+            )
+        load = Load(
+            cast(Cluster, kubelet),
+            make_specs(MODEL, options.seed, made.json()["id"], sees=False),
+            history,
+            options.seed,
+        )
         await load.learn()
         history.write("round", number=1, at="begin", may_lose=False)
         clients = load.begin(options.clients, 1)
@@ -68,7 +84,11 @@ async def roll_all(folder: Path, redis_url: str, options: argparse.Namespace) ->
             before = history.judge.tally.total("answered")
             ended = await kubelet.roll(name)
             seconds = ", ".join(f"{pod.seconds_to_end:.1f}" for pod in ended)
-            print(f"{name:10} {len(ended)} replaced, which ended in {seconds} s; {history.judge.tally.total('answered') - before} answers", flush=True)
+            print(
+                f"{name:10} {len(ended)} replaced, which ended in {seconds} s; "
+                f"{history.judge.tally.total('answered') - before} answers",
+                flush=True,
+            )
         load.is_over = True
         async with asyncio.timeout(DRAIN_S):
             await asyncio.gather(*clients)
@@ -78,15 +98,23 @@ async def roll_all(folder: Path, redis_url: str, options: argparse.Namespace) ->
         history.close()
     pods = [*kubelet.ended, *(pod for pods in kubelet.pods.values() for pod in pods)]
     wrong = [str(each) for each in history.judge.tally.wrong]
-    wrong += [f"{pod.name} had to be killed" for pod in pods if pod.was_killed] + [f"{pod.name} was restarted" for pod in pods if pod.num_restarts]
+    wrong += [f"{pod.name} had to be killed" for pod in pods if pod.was_killed] + [
+        f"{pod.name} was restarted" for pod in pods if pod.num_restarts
+    ]
     print(f"\n{history.judge.tally.table()}\n", flush=True)
     return wrong
 
 
 async def scale_all(folder: Path, redis_url: str, options: argparse.Namespace) -> list[str]:
-    """Let KEDA's numbers end every replica of the model when nobody asks, and start them again. Returns what was wrong."""
+    """Let KEDA's numbers end every replica of the model when nobody asks, and start them again.
+    Returns what was wrong.
+    """
     objects = chart.alike(chart.kustomize(folder, ("keda", "zero")).objects)
-    scaled = {name: each["spec"] for (kind, name), each in objects.items() if kind == "ScaledObject" and each["spec"]["minReplicaCount"] == 0}
+    scaled = {
+        name: each["spec"]
+        for (kind, name), each in objects.items()
+        if kind == "ScaledObject" and each["spec"]["minReplicaCount"] == 0
+    }
     settings = objects["Deployment", "gateway"]["spec"]["template"]["spec"]["containers"][0]["env"]
     kubelet = Kubelet(redis_url, folder, {"PENSTOCK_WAIT_FOR_REPLICAS_S": settings["PENSTOCK_WAIT_FOR_REPLICAS_S"]})
     history = History(folder / "history.jsonl")
@@ -94,7 +122,11 @@ async def scale_all(folder: Path, redis_url: str, options: argparse.Namespace) -
     wrong, scaling = [], None
     try:
         await kubelet.start()
-        specs = [each for each in make_specs(MODEL, options.seed, "", sees=False) if each.name.endswith("/0") and each.kind != "modules"]
+        specs = [
+            each
+            for each in make_specs(MODEL, options.seed, "", sees=False)
+            if each.name.endswith("/0") and each.kind != "modules"
+        ]
         load = Load(cast(Cluster, kubelet), specs, history, options.seed)
         await load.learn()
         keda = Keda(kubelet, redis.asyncio.Redis.from_url(redis_url), scaled)
@@ -123,15 +155,21 @@ async def scale_all(folder: Path, redis_url: str, options: argparse.Namespace) -
         await kubelet.stop()
         history.close()
     print("\n".join(keda.scaled), flush=True)
-    wrong += [str(each) for each in history.judge.tally.wrong] + [f"{pod.name} had to be killed" for pod in kubelet.ended if pod.was_killed]
+    wrong += [str(each) for each in history.judge.tally.wrong] + [
+        f"{pod.name} had to be killed" for pod in kubelet.ended if pod.was_killed
+    ]
     print(f"\n{history.judge.tally.table()}\n", flush=True)
     return wrong
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.kubernetes", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.kubernetes", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--clients", type=int, default=4)
-    parser.add_argument("--times", type=int, default=1, help="that each Deployment is rolled over (default: %(default)s)")
+    parser.add_argument(
+        "--times", type=int, default=1, help="that each Deployment is rolled over (default: %(default)s)"
+    )
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     if os.geteuid() != 0:
@@ -140,7 +178,11 @@ def main() -> int:
     if missing := chart.missing_tools():
         print(f"this needs {' and '.join(missing)} on the path", file=sys.stderr)
         return 2
-    wrong = check_schemas() + chart.refusals() + [each for values in chart.OTHER_VALUES for each in chart.dangling(chart.render(values))]
+    wrong = (
+        check_schemas()
+        + chart.refusals()
+        + [each for values in chart.OTHER_VALUES for each in chart.dangling(chart.render(values))]
+    )
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         wrong += chart.compare(folder)

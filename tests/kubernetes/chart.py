@@ -1,4 +1,5 @@
-"""The chart of deploy/helm, rendered by helm: what it says is what deploy/kubernetes says, as far as both say it; and each other way to install it is sound.
+"""The chart of deploy/helm, rendered by helm: what it says is what deploy/kubernetes says, as far
+as both say it; and each other way to install it is sound.
 
 Needs helm and kubectl, whose Kustomize renders the other side.
 """
@@ -26,23 +27,36 @@ COMPARED = ("Deployment", "PodDisruptionBudget", "Service", "StatefulSet", "Pers
 # components of Kustomize's, and values that ask for the same
 PAIRS = {
     (): "{}",
-    ("encoder", "models", "batches"): "{encoder: {enabled: true}, modelsVolume: {enabled: true}, jobs: {enabled: true}}",
+    (
+        "encoder",
+        "models",
+        "batches",
+    ): "{encoder: {enabled: true}, modelsVolume: {enabled: true}, jobs: {enabled: true}}",
     ("cuda",): "{compute: {gpus: 1}}",
     ("keda",): "{keda: {enabled: true}}",
     ("keda", "zero"): "{keda: {enabled: true, toZero: true}}",
 }
-TWO_MODELS = "[{name: penstock-demo, source: demo}, {name: Qwen2.5-7B, source: /models/Qwen, compute: {replicas: 3, gpus: 2}, encoder: {enabled: true}}]"
+TWO_MODELS = (
+    "[{name: penstock-demo, source: demo}, {name: Qwen2.5-7B, source: /models/Qwen, compute: {replicas: 3, gpus: 2}, "
+    "encoder: {enabled: true}}]"
+)
 EVERYTHING = (
-    "{redis: {users: true, tlsSecret: redis-tls}, gateway: {keysSecret: keys, tlsSecret: tls, nodeSelector: {disk: ssd}, priorityClassName: high}, "
-    "keda: {enabled: true, toZero: true}, jobs: {enabled: true}, imagePullSecrets: [one], compute: {tolerations: [{operator: Exists}]}, "
+    "{redis: {users: true, tlsSecret: redis-tls}, gateway: {keysSecret: keys, tlsSecret: tls, nodeSelector: {disk: "
+    "ssd}, priorityClassName: high}, "
+    "keda: {enabled: true, toZero: true}, jobs: {enabled: true}, imagePullSecrets: [one], compute: {tolerations: "
+    "[{operator: Exists}]}, "
     "modelsVolume: {enabled: true, existingClaim: mine}, files: {storageClass: nfs}}"
 )
 OTHER_VALUES = (
-    f"{{models: {TWO_MODELS}}}", EVERYTHING, "{redis: {existingSecret: mine}}", "{redis: {url: 'rediss://me:secret@redis.example:6380/2', tlsSecret: ca}}",
+    f"{{models: {TWO_MODELS}}}",
+    EVERYTHING,
+    "{redis: {existingSecret: mine}}",
+    "{redis: {url: 'rediss://me:secret@redis.example:6380/2', tlsSecret: ca}}",
     "{redis: {url: 'rediss+cluster://me:secret@one:6379,two:6379/a'}, keda: {enabled: true, authentication: mine}}",
-    "{redis: {url: 'redis+sentinel://me:secret@one:26379,two:26379/penstock/0'}, keda: {enabled: true, authentication: mine}}",
+    "{redis: {url: 'redis+sentinel://me:secret@one:26379,two:26379/penstock/0'}, keda: {enabled: true, "
+    "authentication: mine}}",
     "{files: {url: 's3://bucket/penstock'}, jobs: {enabled: true}}",
-)  # fmt: skip
+)
 REFUSED = {
     "{gatway: {replicas: 1}}": "gatway",
     "{compute: {replicas: -1}}": "minimum",
@@ -78,24 +92,44 @@ def render(values: str) -> Rendered:
 def kustomize(folder: Path, components: tuple[str, ...]) -> Rendered:
     """Kustomize's objects with these components."""
     where = os.path.relpath(KUSTOMIZE, folder.resolve())
-    said: Json = {"namespace": "penstock", "resources": [where], "components": [f"{where}/{each}" for each in components]}
-    said |= {"images": [{"name": name, "newTag": "latest"} for name in ("penstock-cpu", "penstock-compute", "penstock-compute-cuda")]}
-    (folder / "kustomization.yaml").write_text(yaml.safe_dump({"apiVersion": "kustomize.config.k8s.io/v1beta1", "kind": "Kustomization"} | said))
+    said: Json = {
+        "namespace": "penstock",
+        "resources": [where],
+        "components": [f"{where}/{each}" for each in components],
+    }
+    said |= {
+        "images": [
+            {"name": name, "newTag": "latest"} for name in ("penstock-cpu", "penstock-compute", "penstock-compute-cuda")
+        ]
+    }
+    (folder / "kustomization.yaml").write_text(
+        yaml.safe_dump({"apiVersion": "kustomize.config.k8s.io/v1beta1", "kind": "Kustomization"} | said)
+    )
     made = subprocess.run(["kubectl", "kustomize", str(folder)], capture_output=True, text=True, check=True).stdout
     return Rendered(" ".join(components) or "no component", [each for each in yaml.safe_load_all(made) if each])
 
 
 def alike(objects: list[Json]) -> dict[tuple[str, str], Json]:
-    """The part that both tools say, by kind and name: without the names of a release, and with each container's variables as it gets them."""
+    """The part that both tools say, by kind and name: without the names of a release, and with each
+    container's variables as it gets them.
+    """
     named = json.loads(SHARED.sub(r"\1", STAGES_OF_MODELS.sub(r"\1", json.dumps(objects))))
-    maps = {each["metadata"]["name"]: each.get("data") or each.get("stringData") for each in named if each["kind"] in ("ConfigMap", "Secret")}
+    maps = {
+        each["metadata"]["name"]: each.get("data") or each.get("stringData")
+        for each in named
+        if each["kind"] in ("ConfigMap", "Secret")
+    }
     found = {}
     for each in named:
         if each["kind"] not in COMPARED:
             continue
         kept = without_own(each)
         kept["metadata"].pop("labels", None)
-        for container in kept["spec"].get("template", {}).get("spec", {}).get("containers", ()) if each["kind"] == "Deployment" else ():
+        for container in (
+            kept["spec"].get("template", {}).get("spec", {}).get("containers", ())
+            if each["kind"] == "Deployment"
+            else ()
+        ):
             container["env"] = variables(container, maps)
             container.pop("envFrom")
         if each["kind"] == "Service":
@@ -107,7 +141,11 @@ def alike(objects: list[Json]) -> dict[tuple[str, str], Json]:
 def without_own(value: Any) -> Any:
     """A copy without what each tool adds for itself: labels, annotations, the namespace."""
     if isinstance(value, dict):
-        return {key: without_own(each) for key, each in value.items() if key not in ("annotations", "namespace") and not own_label(key)}
+        return {
+            key: without_own(each)
+            for key, each in value.items()
+            if key not in ("annotations", "namespace") and not own_label(key)
+        }
     return [without_own(each) for each in value] if isinstance(value, list) else value
 
 
@@ -124,20 +162,34 @@ def variables(container: Json, maps: dict[str, Json]) -> dict[str, str]:
         reference = each.get("valueFrom", {}).get("secretKeyRef")
         found[each["name"]] = each["value"] if reference is None else decoded(maps[reference["name"]])[reference["key"]]
     known = {f"PENSTOCK_{field.upper()}" for field in SETTINGS[container["name"]].model_fields} | OTHERS
-    return {name: value for name, value in found.items() if name in known and (name, value) != ("PENSTOCK_SERVED_MODEL_NAME", "penstock-demo")}
+    return {
+        name: value
+        for name, value in found.items()
+        if name in known and (name, value) != ("PENSTOCK_SERVED_MODEL_NAME", "penstock-demo")
+    }
 
 
 def decoded(data: Json) -> dict[str, str]:
     """The data of a ConfigMap, or of a Secret: Kustomize's one is in base64."""
-    return {key: base64.b64decode(value).decode() if key == "PENSTOCK_REDIS_URL" else value for key, value in data.items()}
+    return {
+        key: base64.b64decode(value).decode() if key == "PENSTOCK_REDIS_URL" else value for key, value in data.items()
+    }
 
 
 def differences(ours: Any, theirs: Any, where: str = "") -> list[str]:
     """Where two objects say different things."""
     if isinstance(ours, dict) and isinstance(theirs, dict):
-        return [each for key in sorted(ours.keys() | theirs.keys()) for each in differences(ours.get(key), theirs.get(key), f"{where}.{key}")]
+        return [
+            each
+            for key in sorted(ours.keys() | theirs.keys())
+            for each in differences(ours.get(key), theirs.get(key), f"{where}.{key}")
+        ]
     if isinstance(ours, list) and isinstance(theirs, list) and len(ours) == len(theirs):
-        return [each for number, pair in enumerate(zip(ours, theirs, strict=True)) for each in differences(*pair, f"{where}[{number}]")]
+        return [
+            each
+            for number, pair in enumerate(zip(ours, theirs, strict=True))
+            for each in differences(*pair, f"{where}[{number}]")
+        ]
     return [] if ours == theirs else [f"{where.lstrip('.')}: the chart says {ours}, Kustomize {theirs}"]
 
 
@@ -151,7 +203,10 @@ def compare(folder: Path) -> list[str]:
                 if each["kind"] == "Deployment":
                     each["spec"].pop("replicas", None)
         of_chart = {f"{kind} {name}": each for (kind, name), each in chart.items()}
-        found += [f"{' '.join(components)}: {each}" for each in differences(of_chart, {f"{kind} {name}": each for (kind, name), each in other.items()})]
+        found += [
+            f"{' '.join(components)}: {each}"
+            for each in differences(of_chart, {f"{kind} {name}": each for (kind, name), each in other.items()})
+        ]
     print(f"the chart and Kustomize, {len(PAIRS)} ways: {len(found)} differences", flush=True)
     return found
 
@@ -159,22 +214,38 @@ def compare(folder: Path) -> list[str]:
 def dangling(rendered: Rendered) -> list[str]:
     """References to things that neither the chart nor the values have."""
     there = {(each["kind"], each["metadata"]["name"]) for each in rendered.objects}
-    pods = [each["spec"]["template"]["metadata"]["labels"] for each in rendered.objects if each["kind"] in ("Deployment", "StatefulSet")]
+    pods = [
+        each["spec"]["template"]["metadata"]["labels"]
+        for each in rendered.objects
+        if each["kind"] in ("Deployment", "StatefulSet")
+    ]
     found = []
     for each in rendered.objects:
         spec, name = each.get("spec", {}), f"{each['kind']} {each['metadata']['name']}"
         named = [("Deployment", spec["scaleTargetRef"]["name"])] if "scaleTargetRef" in spec else []
-        named += [("TriggerAuthentication", trigger["authenticationRef"]["name"]) for trigger in spec.get("triggers", ()) if "authenticationRef" in trigger]
+        named += [
+            ("TriggerAuthentication", trigger["authenticationRef"]["name"])
+            for trigger in spec.get("triggers", ())
+            if "authenticationRef" in trigger
+        ]
         named += [("Secret", reference["name"]) for reference in spec.get("secretTargetRef", ())]
         pod = spec.get("template", {}).get("spec", {})
         for volume in pod.get("volumes", ()):
             named += [("Secret", volume["secret"]["secretName"])] if "secret" in volume else []
-            named += [("PersistentVolumeClaim", volume["persistentVolumeClaim"]["claimName"])] if "persistentVolumeClaim" in volume else []
+            named += (
+                [("PersistentVolumeClaim", volume["persistentVolumeClaim"]["claimName"])]
+                if "persistentVolumeClaim" in volume
+                else []
+            )
         found += [
-            f"{rendered.said}: {name} names {' '.join(other)}" for other in named if other not in there and not re.search(rf"\b{other[1]}\b", rendered.said)
+            f"{rendered.said}: {name} names {' '.join(other)}"
+            for other in named
+            if other not in there and not re.search(rf"\b{other[1]}\b", rendered.said)
         ]
         for container in pod.get("containers", ()):
-            mounts = {mount["name"] for mount in container["volumeMounts"]} - {claim["metadata"]["name"] for claim in spec.get("volumeClaimTemplates", ())}
+            mounts = {mount["name"] for mount in container["volumeMounts"]} - {
+                claim["metadata"]["name"] for claim in spec.get("volumeClaimTemplates", ())
+            }
             if mounts != {volume["name"] for volume in pod.get("volumes", ())}:
                 found.append(f"{rendered.said}: {name} mounts {sorted(mounts)}")
         selector = spec.get("selector", {})

@@ -1,7 +1,10 @@
-"""KEDA in small: Deployments get the replicas that the ScaledObjects' own triggers and numbers say, in time that passes faster.
+"""KEDA in small: Deployments get the replicas that the ScaledObjects' own triggers and numbers say,
+in time that passes faster.
 
-As KEDA does, it starts the first replica once any trigger has something, and ends the last one when none has had anything for `cooldownPeriod`. In between,
-as the HorizontalPodAutoscaler does, it takes the most that a trigger wants: its value by its threshold, rounded up. Triggers by CPU want nothing here.
+As KEDA does, it starts the first replica once any trigger has something, and ends the last one when
+none has had anything for `cooldownPeriod`. In between,
+as the HorizontalPodAutoscaler does, it takes the most that a trigger wants: its value by its
+threshold, rounded up. Triggers by CPU want nothing here.
 """
 
 import asyncio
@@ -39,11 +42,19 @@ class Keda:
             await self.client.aclose()
 
     async def _scale(self, name: str, spec: dict[str, Any]) -> None:
-        now, num_replicas, found = time.monotonic(), len(self.kubelet.pods[name]), [await self._value(each) for each in spec["triggers"]]
+        now, num_replicas, found = (
+            time.monotonic(),
+            len(self.kubelet.pods[name]),
+            [await self._value(each) for each in spec["triggers"]],
+        )
         if any(value > 0 for value, _ in found):
             self._active_at[name] = now
         rested_s = now - self._active_at.get(name, self._began_at)
-        least_s = (spec["cooldownPeriod"] if name in self._active_at else spec.get("initialCooldownPeriod", 0) + spec["cooldownPeriod"]) / SPEED
+        least_s = (
+            spec["cooldownPeriod"]
+            if name in self._active_at
+            else spec.get("initialCooldownPeriod", 0) + spec["cooldownPeriod"]
+        ) / SPEED
         wanted = max(1, spec["minReplicaCount"], *(-(-value // threshold) for value, threshold in found))
         if spec["minReplicaCount"] == 0 and rested_s > least_s:
             wanted = 0

@@ -1,7 +1,10 @@
-"""A kubelet and a Deployment's controller in small: pods are processes, started, probed, replaced and ended by the numbers of the manifests.
+"""A kubelet and a Deployment's controller in small: pods are processes, started, probed, replaced
+and ended by the numbers of the manifests.
 
-A pod has a host name of its own, as a container has, for its probes look for themselves in the registry by that name; so this needs root (unshare).
-Other than on a cluster, all pods share one network: a gateway's port is chosen, and which gateways a Service would name is `endpoints`.
+A pod has a host name of its own, as a container has, for its probes look for themselves in the
+registry by that name; so this needs root (unshare).
+Other than on a cluster, all pods share one network: a gateway's port is chosen, and which gateways
+a Service would name is `endpoints`.
 """
 
 import asyncio
@@ -27,7 +30,9 @@ PROPAGATION_S = 0.5  # from the decision to end a pod until clients are told
 def read_deployments() -> dict[str, dict[str, Any]]:
     """The spec of each stage's Deployment."""
     files = [*FOLDER.glob("*.yaml"), *FOLDER.glob("batches/*.yaml")]
-    objects = [each for path in files for each in yaml.safe_load_all(path.read_text()) if each.get("kind") == "Deployment"]
+    objects = [
+        each for path in files for each in yaml.safe_load_all(path.read_text()) if each.get("kind") == "Deployment"
+    ]
     return {each["metadata"]["name"]: each["spec"] for each in objects}
 
 
@@ -98,7 +103,9 @@ class Pod:
             self.is_ready = False
 
     async def _holds(self, process: "subprocess.Popen[bytes]", probe: dict[str, Any], *, wanted: bool) -> bool:
-        """Probe until it succeeds, or until it has failed as often as it may. wanted: return with the first success; else stay as long as it succeeds."""
+        """Probe until it succeeds, or until it has failed as often as it may. wanted: return with
+        the first success; else stay as long as it succeeds.
+        """
         num_failed = 0
         while process.poll() is None and num_failed < probe["failureThreshold"]:
             is_well = await self._probe(probe)
@@ -118,7 +125,16 @@ class Pod:
             return False
 
     def _start(self, command: list[str], *, is_probe: bool = False) -> "subprocess.Popen[bytes]":
-        program = ["unshare", "--uts", "sh", "-c", 'hostname "$0" && exec "$@"', self.name, sys.executable, *command[1:]]
+        program = [
+            "unshare",
+            "--uts",
+            "sh",
+            "-c",
+            'hostname "$0" && exec "$@"',
+            self.name,
+            sys.executable,
+            *command[1:],
+        ]
         with (self.folder / f"{self.name}{'.probes' if is_probe else ''}.log").open("ab") as log:
             return subprocess.Popen(program, env=self.environment, stdout=log, stderr=log, start_new_session=True)
 
@@ -150,7 +166,9 @@ class Kubelet:
         await asyncio.gather(*(self._wait_ready(pod) for pods in self.pods.values() for pod in pods))
 
     async def roll(self, name: str) -> list[Pod]:
-        """A rolling update: one pod more, and when that is ready one of the old ones less. Returns those that have ended."""
+        """A rolling update: one pod more, and when that is ready one of the old ones less. Returns
+        those that have ended.
+        """
         assert self.deployments[name]["strategy"] == {"rollingUpdate": {"maxUnavailable": 0, "maxSurge": 1}}
         ended = []
         for old in list(self.pods[name]):
@@ -160,7 +178,9 @@ class Kubelet:
         return ended
 
     async def scale(self, name: str, num_replicas: int) -> None:
-        """Start or end pods, the newest first, until there are so many. Waits for those that end, and for none that begins."""
+        """Start or end pods, the newest first, until there are so many. Waits for those that end,
+        and for none that begins.
+        """
         while len(self.pods[name]) < num_replicas:
             self._add(name)
         await asyncio.gather(*(self._remove(name, pod) for pod in self.pods[name][num_replicas:]))
@@ -178,9 +198,14 @@ class Kubelet:
         port = free_port() if name == "gateway" else 0
         own = {each["name"]: each["value"] for each in spec["containers"][0].get("env", [])}
         environment = {
-            **os.environ, **self.settings, **own, "PENSTOCK_REDIS_URL": self.redis_url, "PENSTOCK_FILES_URL": str(self.folder / "files"),
-            "PENSTOCK_NUM_THREADS": "1", "OMP_NUM_THREADS": "1",
-        } | ({"PENSTOCK_PORT": str(port), "PENSTOCK_HOST": "127.0.0.1"} if port else {})  # fmt: skip
+            **os.environ,
+            **self.settings,
+            **own,
+            "PENSTOCK_REDIS_URL": self.redis_url,
+            "PENSTOCK_FILES_URL": str(self.folder / "files"),
+            "PENSTOCK_NUM_THREADS": "1",
+            "OMP_NUM_THREADS": "1",
+        } | ({"PENSTOCK_PORT": str(port), "PENSTOCK_HOST": "127.0.0.1"} if port else {})
         pod = Pod(pod_name, spec, environment, self.folder, Slot(name, self._num_pods, pod_name, port))
         self.pods[name].append(pod)
         task = asyncio.create_task(pod.run())

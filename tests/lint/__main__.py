@@ -12,9 +12,15 @@ from pathlib import Path
 
 
 def main() -> int:
-    modules = {path.stem: importlib.import_module(f"tests.lint.{path.stem}") for path in sorted(Path(__file__).parent.glob("*.py")) if path.stem != "__main__"}
+    modules = {
+        path.stem: importlib.import_module(f"tests.lint.{path.stem}")
+        for path in sorted(Path(__file__).parent.glob("*.py"))
+        if path.stem != "__main__"
+    }
     checks = {name: module for name, module in modules.items() if hasattr(module, "problems")}
-    parser = argparse.ArgumentParser(prog="python -m tests.lint", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.lint", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("names", nargs="*", choices=[[], *checks], help="checks to run; all by default")
     parser.add_argument("--write", action="store_true", help="write what is generated")
     options = parser.parse_args()

@@ -9,7 +9,11 @@ from tests.lint.problem import ROOT, Problem
 
 def problems() -> list[Problem]:
     """A problem for each class but the first of a name."""
-    trees = {path: ast.parse(path.read_text()) for folder in ("services", "shared") for path in sorted((ROOT / folder).rglob("*.py"))}
+    trees = {
+        path: ast.parse(path.read_text())
+        for folder in ("services", "shared")
+        for path in sorted((ROOT / folder).rglob("*.py"))
+    }
     return repeated(public_classes(trees))
 
 

@@ -1,4 +1,6 @@
-"""Contents: a page that is longer than a screen begins with the names of its sections, for who reads it on GitHub. MkDocs shows them beside the page."""
+"""Contents: a page that is longer than a screen begins with the names of its sections, for who
+reads it on GitHub. MkDocs shows them beside the page.
+"""
 
 import re
 from pathlib import Path
@@ -19,7 +21,9 @@ def with_contents(text: str) -> str:
         return bare
     listed = " ·\n".join(f"[{title}](#{github_slug(title)})" for title in sections)
     lines = bare.splitlines()
-    first = next(number for number, line in prose_lines(bare) if line and not line.startswith(("#", "<!--")))  # its first paragraph
+    first = next(
+        number for number, line in prose_lines(bare) if line and not line.startswith(("#", "<!--"))
+    )  # its first paragraph
     end = next(number for number in range(first, len(lines)) if not lines[number])
     return "\n".join([*lines[:end], "", BEGIN, "On this page:", listed, END, *lines[end:]]) + "\n"
 

@@ -1,4 +1,6 @@
-"""Relative links between Markdown files lead somewhere: to a file, and to a heading of it. GitHub and the site find the same headings."""
+"""Relative links between Markdown files lead somewhere: to a file, and to a heading of it. GitHub
+and the site find the same headings.
+"""
 
 import re
 from pathlib import Path
@@ -12,14 +14,25 @@ LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
 def problems() -> list[Problem]:
     texts = {page: page.read_text(encoding="utf-8") for page in pages()}
     anchors = {page: {github_slug(title) for _, title in headings(text)} for page, text in texts.items()}
-    return [problem for page, text in texts.items() for problem in (*wrong_headings(page, text), *wrong_links(page, text, anchors))]
+    return [
+        problem
+        for page, text in texts.items()
+        for problem in (*wrong_headings(page, text), *wrong_links(page, text, anchors))
+    ]
 
 
 def wrong_headings(page: Path, text: str) -> list[Problem]:
     titles = [title for _, title in headings(text)]
-    found = [Problem(page, 0, f"GitHub and the site make different anchors of {title!r}") for title in titles if github_slug(title) != site_slug(title)]
+    found = [
+        Problem(page, 0, f"GitHub and the site make different anchors of {title!r}")
+        for title in titles
+        if github_slug(title) != site_slug(title)
+    ]
     slugs = [github_slug(title) for title in titles]
-    return found + [Problem(page, 0, f"two headings have the anchor {slug}") for slug in sorted({slug for slug in slugs if slugs.count(slug) > 1})]
+    return found + [
+        Problem(page, 0, f"two headings have the anchor {slug}")
+        for slug in sorted({slug for slug in slugs if slugs.count(slug) > 1})
+    ]
 
 
 def wrong_links(page: Path, text: str, anchors: dict[Path, set[str]]) -> list[Problem]:

@@ -14,5 +14,9 @@ def problems() -> list[Problem]:
     found = []
     for path in sorted(path for place in PLACES for path in (ROOT / place).rglob("*.py")):
         for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
-            found += [Problem(path, number, f"docs/use does not name the error {code}") for code in CODE.findall(line) if code not in told]
+            found += [
+                Problem(path, number, f"docs/use does not name the error {code}")
+                for code in CODE.findall(line)
+                if code not in told
+            ]
     return found

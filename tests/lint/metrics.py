@@ -38,7 +38,9 @@ def of_dashboard(shown: set[str]) -> list[Problem]:
     if len({panel["id"] for panel in panels}) != len(panels):
         found.append(Problem(DASHBOARD, 0, "two panels have one id"))
     asked = {name for panel in panels for target in panel["targets"] for name in names(target["expr"])}
-    return found + [Problem(DASHBOARD, line_of(DASHBOARD, name), f"/metrics has no {name}") for name in sorted(asked - shown)]
+    return found + [
+        Problem(DASHBOARD, line_of(DASHBOARD, name), f"/metrics has no {name}") for name in sorted(asked - shown)
+    ]
 
 
 def of_alerts(shown: set[str]) -> list[Problem]:

@@ -9,11 +9,16 @@ from tests.lint.problem import ROOT, Problem
 FOLDERS = ("services", "shared", "tests", "bench", "deploy", "docs", ".github")
 NAME = re.compile(r"`((?:[\w.-]+/)*[\w-]+\.(?:py|lua|cpp|h|inc|mjs|js|acl|conf|yml|toml))`")
 FOLDER = re.compile(rf"`((?:{'|'.join(map(re.escape, FOLDERS))})/(?:[\w.-]+/)*)`")
-IMAGINED = {"lanes_sve.inc", "sve.cpp"}  # an instruction set that docs/understand/kernels.md makes up to show how one is added
+IMAGINED = {
+    "lanes_sve.inc",
+    "sve.cpp",
+}  # an instruction set that docs/understand/kernels.md makes up to show how one is added
 
 
 def problems() -> list[Problem]:
-    files = {path.relative_to(ROOT).as_posix() for folder in FOLDERS for path in (ROOT / folder).rglob("*") if path.is_file()}
+    files = {
+        path.relative_to(ROOT).as_posix() for folder in FOLDERS for path in (ROOT / folder).rglob("*") if path.is_file()
+    }
     files |= {path.name for path in ROOT.iterdir() if path.is_file()}
     found = []
     for page in pages():

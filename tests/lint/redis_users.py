@@ -1,7 +1,9 @@
-"""The users of deploy/redis/users.acl may do what their stages' code does, and no more; and files that set their passwords leave none with the one that
+"""The users of deploy/redis/users.acl may do what their stages' code does, and no more; and files
+that set their passwords leave none with the one that
 everybody knows.
 
-A stage's commands are those that the modules it imports call, by redis-py's methods or in scripts, and those that libraries send.
+A stage's commands are those that the modules it imports call, by redis-py's methods or in scripts,
+and those that libraries send.
 """
 
 import ast
@@ -21,7 +23,8 @@ ACL = ROOT / "deploy/redis/users.acl"
 SETTERS = (ROOT / "docs/operate/secure.md", ROOT / "deploy/docker/make-secrets")
 LOOP = re.compile(r" *for \w+ in ([A-Z ]+); do")
 
-# What every user's line begins with. CLIENT's subcommands are denied by name: Redis 7.0 does not start where one is allowed that it doesn't know, as SETINFO
+# What every user's line begins with. CLIENT's subcommands are denied by name: Redis 7.0 does not
+# start where one is allowed that it doesn't know, as SETINFO
 BEGINNING = "resetchannels -@all +client -@admin -@dangerous -client|caching -client|tracking"
 # that redis-py sends by itself, to connect and around a pipeline
 OF_EVERY_CLIENT = {"exec", "hello", "multi", "ping", "select"}
@@ -29,21 +32,79 @@ OF_EVERY_CLIENT = {"exec", "hello", "multi", "ping", "select"}
 OF_LIBRARIES = {
     "gateway": {"del", "exists", "llen", "lpush", "pexpire", "sadd", "smembers"},
     "jobs": {
-        "brpop", "del", "exists", "hdel", "hget", "hset", "llen", "lpush", "pexpire", "rpop", "rpush", "sadd", "script|load", "smembers", "unwatch", "watch",
-        "zadd", "zrem", "zrevrangebyscore",
+        "brpop",
+        "del",
+        "exists",
+        "hdel",
+        "hget",
+        "hset",
+        "llen",
+        "lpush",
+        "pexpire",
+        "rpop",
+        "rpush",
+        "sadd",
+        "script|load",
+        "smembers",
+        "unwatch",
+        "watch",
+        "zadd",
+        "zrem",
+        "zrevrangebyscore",
     },
-}  # fmt: skip
-# KEDA's Go client: of a cluster it asks for the commands, to know where their keys are; for a lag it wants to know the version
+}
+# KEDA's Go client: of a cluster it asks for the commands, to know where their keys are; for a lag
+# it wants to know the version
 KEDA = {"cluster|slots", "command", "hello", "info", "ping", "select", "xinfo|groups", "xpending"}
 
 METHODS = {name for name, _ in inspect.getmembers(redis.Redis, inspect.isfunction) if not name.startswith("_")}
 SPELT = {"delete": "del", "scan_iter": "scan", "xgroup_create": "xgroup|create", "xpending_range": "xpending"}
 # names of methods that other objects have, too: only of what is called like a client
 COMMON = {
-    "append", "auth", "client", "close", "command", "copy", "delete", "digest", "dump", "eval", "exists", "from_pool", "from_url", "ft", "get", "graph",
-    "info", "json", "keys", "load", "lock", "monitor", "move", "object", "persist", "pipeline", "rename", "reset", "restore", "save", "select", "set",
-    "shutdown", "sort", "sync", "time", "topk", "touch", "transaction", "type", "unlink", "wait", "watch",
-}  # fmt: skip
+    "append",
+    "auth",
+    "client",
+    "close",
+    "command",
+    "copy",
+    "delete",
+    "digest",
+    "dump",
+    "eval",
+    "exists",
+    "from_pool",
+    "from_url",
+    "ft",
+    "get",
+    "graph",
+    "info",
+    "json",
+    "keys",
+    "load",
+    "lock",
+    "monitor",
+    "move",
+    "object",
+    "persist",
+    "pipeline",
+    "rename",
+    "reset",
+    "restore",
+    "save",
+    "select",
+    "set",
+    "shutdown",
+    "sort",
+    "sync",
+    "time",
+    "topk",
+    "touch",
+    "transaction",
+    "type",
+    "unlink",
+    "wait",
+    "watch",
+}
 CLIENTS = {"client", "home", "pipe"}
 NO_COMMANDS = {"close", "execute_command", "from_pool", "from_url", "pipeline", "reset"}
 SUBCOMMANDS = "CREATE|DELCONSUMER|CONSUMERS|GROUPS|STREAM"
@@ -56,7 +117,9 @@ def problems() -> list[Problem]:
     for user, names in allowed_by_user(ACL.read_text()):
         line = line_of(ACL, f"user {user} ")
         if names is None:
-            found.append(Problem(ACL, line, f"after its password, {user} has {BEGINNING}, then commands by name, then keys"))
+            found.append(
+                Problem(ACL, line, f"after its password, {user} has {BEGINNING}, then commands by name, then keys")
+            )
             continue
         for what, commands in (("lacks", needed[user] - names), ("does not need", names - needed[user])):
             if commands:
@@ -72,7 +135,12 @@ def allowed_by_user(acl: str) -> Iterator[tuple[str, set[str] | None]]:
             continue
         beginning, _, rest = rules.partition(f" {BEGINNING} ")
         names = [rule for rule in rest.split() if rule[0] in "+-" or rule.startswith("(")]
-        yield user, {name[1:] for name in names} if rest and len(beginning.split()) == 2 and all(re.fullmatch(r"\+[a-z|]+", name) for name in names) else None
+        yield (
+            user,
+            {name[1:] for name in names}
+            if rest and len(beginning.split()) == 2 and all(re.fullmatch(r"\+[a-z|]+", name) for name in names)
+            else None,
+        )
 
 
 def commands_of(stage: str) -> set[str]:
@@ -107,7 +175,11 @@ def called_in(source: str) -> Iterator[str]:
 def unset_passwords() -> Iterator[Problem]:
     users = sorted(re.findall(r">(\w+)_PASSWORD", ACL.read_text()))
     for path in SETTERS:
-        loops = [(number, match) for number, line in enumerate(path.read_text().splitlines(), 1) if (match := LOOP.fullmatch(line))]
+        loops = [
+            (number, match)
+            for number, line in enumerate(path.read_text().splitlines(), 1)
+            if (match := LOOP.fullmatch(line))
+        ]
         if len(loops) != 1:
             yield Problem(path, 0, f"one loop over the users of users.acl is expected, there are {len(loops)}")
         for number, match in loops:

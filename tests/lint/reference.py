@@ -15,5 +15,9 @@ def write() -> None:
 
 
 def problems() -> list[Problem]:
-    wrong = [FOLDER / name for name, text in wanted().items() if not (FOLDER / name).is_file() or (FOLDER / name).read_text(encoding="utf-8") != text]
+    wrong = [
+        FOLDER / name
+        for name, text in wanted().items()
+        if not (FOLDER / name).is_file() or (FOLDER / name).read_text(encoding="utf-8") != text
+    ]
     return [Problem(path, 0, "the code says otherwise; make docs writes it") for path in wrong]

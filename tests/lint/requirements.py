@@ -29,7 +29,9 @@ def problems() -> list[Problem]:
 
 
 def imported(graph: grimp.ImportGraph, start: str) -> Iterator[tuple[str, str]]:
-    """The packages of others that a module imports, itself or by ours, at its beginning or later; with one of those who do."""
+    """The packages of others that a module imports, itself or by ours, at its beginning or later;
+    with one of those who do.
+    """
     reached = {start, *graph.find_upstream_modules(start)}
     for package in sorted(reached - set(sys.stdlib_module_names)):
         if package.partition(".")[0] not in ("services", "shared"):
@@ -51,7 +53,10 @@ def installed_by(extra: str) -> set[str]:
 def requirements_of(name: str, extra: str) -> list[Requirement]:
     if name == "penstock":  # as it is here, not as it was when it was installed
         project = tomllib.loads(PYPROJECT.read_text())["project"]
-        return [Requirement(each) for each in (project["optional-dependencies"][extra] if extra else project["dependencies"])]
+        return [
+            Requirement(each)
+            for each in (project["optional-dependencies"][extra] if extra else project["dependencies"])
+        ]
     try:
         wanted = map(Requirement, metadata.requires(name) or [])
     except metadata.PackageNotFoundError:  # for another system

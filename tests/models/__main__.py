@@ -1,7 +1,10 @@
-"""`make verify SUITE=models`: tiny random checkpoints of the architectures that transformers knows, loaded as compute does.
+"""`make verify SUITE=models`: tiny random checkpoints of the architectures that transformers knows,
+loaded as compute does.
 
-Not part of `make test`. `cases.py` says of each architecture how it runs (native, ragged, one by one), or with which words it
-is refused. 20 greedy tokens of prompts of 5, 40 and 130 tokens must be those of transformers' `generate` in float32: in one
+Not part of `make test`. `cases.py` says of each architecture how it runs (native, ragged, one by
+one), or with which words it
+is refused. 20 greedy tokens of prompts of 5, 40 and 130 tokens must be those of transformers'
+`generate` in float32: in one
 batch, in chunks, and over the prefix cache. A process is forked for each, so a crash is one row.
 """
 
@@ -41,7 +44,9 @@ def in_a_process(name: str, blueprint: Blueprint) -> Result:
         os._exit(report(name, blueprint, writing))
     os.close(writing)
     said = b""
-    while select.select([reading], [], [], max(0.0, began + PATIENCE_S - time.monotonic()))[0] and (part := os.read(reading, 1 << 16)):
+    while select.select([reading], [], [], max(0.0, began + PATIENCE_S - time.monotonic()))[0] and (
+        part := os.read(reading, 1 << 16)
+    ):
         said += part
     os.close(reading)
     if not said:
@@ -88,12 +93,19 @@ def main() -> int:
         problem = result.problem(expected)
         rows.append(asdict(result) | {"expected": expected, "problem": problem})
         numbers = f"{result.tokens}, {result.difference:.0e}, " if result.tokens else ""
-        print(f"{name:28} {result.outcome[:100]} ({numbers}{result.seconds} s){f'   FAILED: {problem}' if problem else ''}", flush=True)
+        print(
+            f"{name:28} {result.outcome[:100]} ({numbers}{result.seconds} "
+            f"s){f'   FAILED: {problem}' if problem else ''}",
+            flush=True,
+        )
     if arguments.out is not None:
         arguments.out.write_text(json.dumps(rows, indent=1))
     failed = [row["name"] for row in rows if row["problem"]]
     counts = Counter(str(row["outcome"]).partition(": ")[0] for row in rows)
-    print(f"{len(rows)} architectures in {time.monotonic() - began:.0f} s: {', '.join(f'{count} {outcome}' for outcome, count in counts.most_common())}")
+    print(
+        f"{len(rows)} architectures in {time.monotonic() - began:.0f} s: "
+        f"{', '.join(f'{count} {outcome}' for outcome, count in counts.most_common())}"
+    )
     print(f"FAILED: {', '.join(map(str, failed))}" if failed else "all as expected")
     return 1 if failed else 0
 

@@ -1,4 +1,6 @@
-"""How a tiny model of an architecture is made: a config of transformers, with layers enough that each kind of layer is there."""
+"""How a tiny model of an architecture is made: a config of transformers, with layers enough that
+each kind of layer is there.
+"""
 
 from dataclasses import dataclass
 from typing import Any
@@ -28,7 +30,8 @@ class Blueprint:
     text: "Blueprint | None" = None  # of a model that sees
 
     def config(self, num_layers: int | None = None) -> PretrainedConfig:
-        """With so many layers, of the kinds that the class chooses; None: those that the blueprint says, or as few as have
+        """With so many layers, of the kinds that the class chooses; None: those that the blueprint
+        says, or as few as have
         each kind."""
         if self.text is not None:
             text = self.text.config(num_layers).to_dict() | {"model_type": self.text.model_type}
@@ -62,9 +65,13 @@ class Blueprint:
         return found[0] if isinstance(found, tuple) else found
 
 
-def text(model_type: str, without: tuple[str, ...] = (), length_name: str = "num_hidden_layers", **fields: Any) -> Blueprint:
+def text(
+    model_type: str, without: tuple[str, ...] = (), length_name: str = "num_hidden_layers", **fields: Any
+) -> Blueprint:
     """A model of text, with the sizes of all but those that its class does not know."""
-    return Blueprint(model_type, {name: value for name, value in SIZES.items() if name not in without} | fields, length_name)
+    return Blueprint(
+        model_type, {name: value for name, value in SIZES.items() if name not in without} | fields, length_name
+    )
 
 
 def seeing(model_type: str, of_text: Blueprint, vision: dict[str, Any] | None, **fields: Any) -> Blueprint:
@@ -87,6 +94,8 @@ def signs(name: str, module: nn.Module) -> list[tuple[str, object]]:
     plain = {
         key: value
         for key, value in vars(module).items()
-        if isinstance(value, bool | int | str | None) and not key.startswith("_") and not any(part in key for part in PLACES)
+        if isinstance(value, bool | int | str | None)
+        and not key.startswith("_")
+        and not any(part in key for part in PLACES)
     }
     return [(name, type(module).__name__), *((f"{name}.{key}", value) for key, value in sorted(plain.items()))]

@@ -115,7 +115,7 @@ RAGGED: dict[str, Blueprint] = {
         audio_config={"hidden_size": 32, "intermediate_size": 48, "num_blocks": 1, "num_attention_heads": 2,
         "ext_pw_out_channel": 32, "nemo_conv_channels": 32}, rope_parameters=HALF_ROPE),
     "phimoe": text("phimoe", num_local_experts=4, num_experts_per_tok=2),
-    "granite4_micro_attn": text("granitemoehybrid", length_name="", num_hidden_layers=4, **MAMBA, layer_types=["attention"] * 4, num_local_experts=0,
+    "granite4_micro_attn": text("granitemoehybrid", length_name="", num_hidden_layers=4, **MAMBA, layer_types=["attention"] * 4, num_local_experts=0,  # noqa: E501
         num_experts_per_tok=0, shared_intermediate_size=48, position_embedding_type="rope"),
     "granitemoe": text("granitemoe", num_local_experts=4, num_experts_per_tok=2),
     "granitemoeshared": text("granitemoeshared", num_local_experts=4, num_experts_per_tok=2,
@@ -163,7 +163,7 @@ RAGGED: dict[str, Blueprint] = {
         num_experts_per_tok=2, sliding_window=24),
     "solar_open": text("solar_open", without=("intermediate_size",), head_dim=16, **DSMOE),
     "helium": text("helium", head_dim=16),
-    "longcat_flash": text("longcat_flash", length_name="num_layers", without=("intermediate_size", "num_key_value_heads"),
+    "longcat_flash": text("longcat_flash", length_name="num_layers", without=("intermediate_size", "num_key_value_heads"),  # noqa: E501
         ffn_hidden_size=112, q_lora_rank=32, kv_lora_rank=16, qk_nope_head_dim=16, qk_rope_head_dim=8, head_dim=8,
         v_head_dim=16, moe_topk=2, n_routed_experts=4, zero_expert_num=2, expert_ffn_hidden_size=32),
     "mellum": text("mellum", head_dim=16, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=32, **L4),
@@ -184,16 +184,16 @@ RAGGED: dict[str, Blueprint] = {
     "exaone4_5": seeing("exaone4_5", text("exaone4", **L4, head_dim=32), EVIS),
     "gpt2": Blueprint("gpt2", {"vocab_size": 512, "n_embd": 64, "n_head": 4, "n_positions": 512, "eos_token_id": 1,
         "bos_token_id": 1}, "n_layer"),
-    "gptj": Blueprint("gptj", {"vocab_size": 512, "n_embd": 64, "n_head": 4, "n_positions": 512, "rotary_dim": 8, "eos_token_id": 1,
+    "gptj": Blueprint("gptj", {"vocab_size": 512, "n_embd": 64, "n_head": 4, "n_positions": 512, "rotary_dim": 8, "eos_token_id": 1,  # noqa: E501
         "bos_token_id": 1}, "n_layer"),
-    "gpt_bigcode": Blueprint("gpt_bigcode", {"vocab_size": 512, "n_embd": 64, "n_head": 4, "n_positions": 512, "eos_token_id": 1,
+    "gpt_bigcode": Blueprint("gpt_bigcode", {"vocab_size": 512, "n_embd": 64, "n_head": 4, "n_positions": 512, "eos_token_id": 1,  # noqa: E501
         "bos_token_id": 1}, "n_layer"),
     "gpt_neox": text("gpt_neox"),
     "opt": text("opt", ffn_dim=112, word_embed_proj_dim=64),
     "glm": text("glm", head_dim=16),
     "gemma4_unified_vl": seeing("gemma4_unified", text("gemma4_unified_text", head_dim=16, attention_k_eq_v=True, **L4,
         final_logit_softcapping=30.0), None, audio_config=None),
-    "granite4_micro_nope": text("granitemoehybrid", length_name="", num_hidden_layers=4, **MAMBA, layer_types=["attention"] * 4, num_local_experts=0,
+    "granite4_micro_nope": text("granitemoehybrid", length_name="", num_hidden_layers=4, **MAMBA, layer_types=["attention"] * 4, num_local_experts=0,  # noqa: E501
         num_experts_per_tok=0, shared_intermediate_size=48, position_embedding_type="nope"),
     "llava_onevision": seeing("llava_onevision", text("qwen2"), SIG | {"model_type": "siglip_vision_model"}),
     "aya_vision": seeing("aya_vision", text("cohere2", **L4, head_dim=16, logit_scale=1.0),
@@ -216,7 +216,7 @@ ONE_BY_ONE: dict[str, Blueprint] = {
     "diffllama": text("diffllama"),
     "doge": text("doge"),
     "mpt": Blueprint("mpt", {"vocab_size": 512, "d_model": 64, "n_heads": 4, "max_seq_len": 512}, "n_layers"),
-    "bloom": Blueprint("bloom", {"vocab_size": 512, "hidden_size": 64, "n_head": 4, "eos_token_id": 1, "bos_token_id": 1},
+    "bloom": Blueprint("bloom", {"vocab_size": 512, "hidden_size": 64, "n_head": 4, "eos_token_id": 1, "bos_token_id": 1},  # noqa: E501
         "n_layer"),
 }
 # by the words of the refusal
@@ -241,7 +241,7 @@ REFUSED: dict[str, dict[str, Blueprint]] = {
             layers_block_type=["mamba", "moe", "mamba", "attention"], head_dim=16, ssm_state_size=16, mamba_num_heads=8,
             mamba_head_dim=16, n_groups=2, chunk_size=32, n_routed_experts=8, num_experts_per_tok=2,
             moe_intermediate_size=32, moe_shared_expert_intermediate_size=32),
-        "kimi_linear": text("kimi_linear", **MLA | {"q_lora_rank": None}, num_experts_per_tok=2, moe_intermediate_size=32,
+        "kimi_linear": text("kimi_linear", **MLA | {"q_lora_rank": None}, num_experts_per_tok=2, moe_intermediate_size=32,  # noqa: E501
             num_local_experts=8, linear_head_dim=16, linear_num_heads=4, layer_types=["linear_attention",
             "linear_attention", "linear_attention", "full_attention"]),
         "olmo_hybrid": text("olmo_hybrid", layer_types=["linear_attention", "linear_attention", "linear_attention",
@@ -254,7 +254,7 @@ REFUSED: dict[str, dict[str, Blueprint]] = {
         "bailing_hybrid": text("bailing_hybrid", **MLA | {"q_lora_rank": None}, moe_intermediate_size=32,
             num_local_experts=8, num_experts_per_tok=2, n_group=2, topk_group=1, first_k_dense_replace=1, head_dim=16,
             layer_group_size=2),
-        "zamba2": text("zamba2", length_name="", num_hidden_layers=4, mamba_d_state=16, mamba_headdim=16, n_mamba_heads=8, layers_block_type=["mamba", "hybrid",
+        "zamba2": text("zamba2", length_name="", num_hidden_layers=4, mamba_d_state=16, mamba_headdim=16, n_mamba_heads=8, layers_block_type=["mamba", "hybrid",  # noqa: E501
             "mamba", "hybrid"], num_key_value_heads=4, chunk_size=32),
         "inkling": text("inkling_text", without=("intermediate_size",), head_dim=16, swa_num_attention_heads=4,
             swa_num_key_value_heads=2, swa_head_dim=16, sliding_window_size=24, d_rel=8, rel_extent=64,
@@ -263,7 +263,7 @@ REFUSED: dict[str, dict[str, Blueprint]] = {
         "lfm2_vl": seeing("lfm2_vl", text("lfm2", layer_types=["conv", "full_attention", "conv", "full_attention"],
             block_auto_adjust_ff_dim=False), {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
             "num_attention_heads": 2}),
-        "mamba2": Blueprint("mamba2", {"vocab_size": 512, "hidden_size": 64, "num_heads": 8, "head_dim": 16, "state_size": 16,
+        "mamba2": Blueprint("mamba2", {"vocab_size": 512, "hidden_size": 64, "num_heads": 8, "head_dim": 16, "state_size": 16,  # noqa: E501
             "n_groups": 1, "chunk_size": 32}),
         "falcon_mamba": Blueprint("falcon_mamba", {"vocab_size": 512, "hidden_size": 64, "state_size": 8}),
         "mamba": Blueprint("mamba", {"vocab_size": 512, "hidden_size": 64, "state_size": 8}),
@@ -271,7 +271,7 @@ REFUSED: dict[str, dict[str, Blueprint]] = {
         "deepseek_v32": text("deepseek_v32", **MLA, **DSMOE, **INDEX, n_group=4, topk_group=2, first_k_dense_replace=1),
         "hy_v4": text("hy_v4", **MLA, **DSMOE, **INDEX, head_dim=24),
         "recurrent_gemma": Blueprint("recurrent_gemma", {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 112,
-            "num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 16, "lru_width": 64, "attention_window_size": 24}),
+            "num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 16, "lru_width": 64, "attention_window_size": 24}),  # noqa: E501
     },
     "is not a language model that transformers knows": {
         "glm4v": seeing("glm4v", text("glm4v_text", rope_parameters=HALF_ROPE | {"mrope_section": [1, 1, 2]}), GVIS),
@@ -298,8 +298,8 @@ REFUSED: dict[str, dict[str, Blueprint]] = {
         "bert": text("bert"),
     },
     "it has no KV cache": {
-        "openai_gpt": Blueprint("openai-gpt", {"vocab_size": 512, "n_embd": 64, "n_head": 4, "n_positions": 512}, "n_layer"),
-        "rwkv": Blueprint("rwkv", {"vocab_size": 512, "hidden_size": 64, "attention_hidden_size": 64, "intermediate_size": 112}),
+        "openai_gpt": Blueprint("openai-gpt", {"vocab_size": 512, "n_embd": 64, "n_head": 4, "n_positions": 512}, "n_layer"),  # noqa: E501
+        "rwkv": Blueprint("rwkv", {"vocab_size": 512, "hidden_size": 64, "attention_hidden_size": 64, "intermediate_size": 112}),  # noqa: E501
     },
 }
 # fmt: on

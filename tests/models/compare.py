@@ -1,4 +1,6 @@
-"""One architecture: a checkpoint by transformers, loaded as compute loads it, and its tokens beside those of `generate`."""
+"""One architecture: a checkpoint by transformers, loaded as compute loads it, and its tokens beside
+those of `generate`.
+"""
 
 import random
 import shutil
@@ -29,7 +31,12 @@ NUM_TOKENS = 20
 # of a logit, whose standard deviation is about 1
 LARGEST_DIFFERENCE = 1e-2
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
-OWN_VALUES = ("a_log", "dt_bias", ".d", "conv1d.bias")  # parameters of state spaces, which stay as the library makes them
+OWN_VALUES = (
+    "a_log",
+    "dt_bias",
+    ".d",
+    "conv1d.bias",
+)  # parameters of state spaces, which stay as the library makes them
 
 
 @dataclass
@@ -108,9 +115,14 @@ def settings(**options: Any) -> ComputeSettings:
 def greedy(model: Any, prompt: list[int]) -> list[int]:
     ids = torch.tensor([prompt])
     out = model.generate(
-        ids, attention_mask=torch.ones_like(ids), max_new_tokens=NUM_TOKENS, min_new_tokens=NUM_TOKENS, do_sample=False, pad_token_id=0,
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=NUM_TOKENS,
+        min_new_tokens=NUM_TOKENS,
+        do_sample=False,
+        pad_token_id=0,
         eos_token_id=None,
-    )  # fmt: skip
+    )
     tokens: list[int] = out[0, len(prompt) :].tolist()
     return tokens
 
@@ -118,7 +130,9 @@ def greedy(model: Any, prompt: list[int]) -> list[int]:
 def run(engine: Engine, logits: dict[int, list[Tensor]]) -> list[list[int]]:
     """The tokens of all prompts; logits: takes the rows that they were chosen from."""
     params = SamplingParams(max_tokens=NUM_TOKENS)
-    sequences = [Sequence(Request(number, str(number), params), Tokens(list(prompt))) for number, prompt in enumerate(PROMPTS)]
+    sequences = [
+        Sequence(Request(number, str(number), params), Tokens(list(prompt))) for number, prompt in enumerate(PROMPTS)
+    ]
     for sequence in sequences:
         logits[sequence.handle] = []
         engine.scheduler.add(sequence)
@@ -141,6 +155,8 @@ def largest_difference(model: Any, expected: list[list[int]], logits: dict[int, 
     for number, (prompt, tokens) in enumerate(zip(PROMPTS, expected, strict=True)):
         rows = model(torch.tensor([prompt + tokens[:-1]]), use_cache=False).logits[0, len(prompt) - 1 :]
         found = torch.stack(logits[number])
-        same = next((place for place, row in enumerate(found) if int(row.argmax()) != tokens[place]), NUM_TOKENS - 1) + 1
+        same = (
+            next((place for place, row in enumerate(found) if int(row.argmax()) != tokens[place]), NUM_TOKENS - 1) + 1
+        )
         largest = max(largest, float((found[:same] - rows[:same]).abs().max()))
     return largest

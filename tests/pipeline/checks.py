@@ -1,4 +1,6 @@
-"""Checks of another server's behaviour: one request each, and what has to hold of its answer; or how it is refused on purpose."""
+"""Checks of another server's behaviour: one request each, and what has to hold of its answer; or
+how it is refused on purpose.
+"""
 
 import json
 from collections.abc import Callable

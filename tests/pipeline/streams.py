@@ -17,17 +17,26 @@ MAX_ROUNDS = 5
 
 
 async def stream_all(
-    deployment: Deployment, count: int, *, max_tokens: int, disturb: Callable[[], Awaitable[None]] | None = None, in_flight: Sequence[Deployment] = ()
+    deployment: Deployment,
+    count: int,
+    *,
+    max_tokens: int,
+    disturb: Callable[[], Awaitable[None]] | None = None,
+    in_flight: Sequence[Deployment] = (),
 ) -> list[str]:
-    """`count` seeded streams at once; `disturb` runs when each of them has had its first tokens, and none has ended. Returns their texts. in_flight: the
+    """`count` seeded streams at once; `disturb` runs when each of them has had its first tokens,
+    and none has ended. Returns their texts. in_flight: the
     cells that answer, if there are several.
 
-    Where this process is held up for longer than the streams take, it finds them over before it can disturb them: then it asks for them again.
+    Where this process is held up for longer than the streams take, it finds them over before it can
+    disturb them: then it asks for them again.
     """
     async with deployment.async_client() as client:
         for _ in range(MAX_ROUNDS):
             begun = [asyncio.Event() for _ in range(count)]
-            tasks = [asyncio.create_task(_stream(client, number, max_tokens, event)) for number, event in enumerate(begun)]
+            tasks = [
+                asyncio.create_task(_stream(client, number, max_tokens, event)) for number, event in enumerate(begun)
+            ]
             if disturb is None:
                 return await asyncio.gather(*tasks)
             await asyncio.gather(*(event.wait() for event in begun))
@@ -42,8 +51,14 @@ async def _stream(client: openai.AsyncOpenAI, number: int, max_tokens: int, begu
     text = ""
     try:
         stream = await client.completions.create(
-            model=MODEL, prompt=f"Question {number}: the", temperature=0.9, seed=number, max_tokens=max_tokens, stream=True, extra_body={"ignore_eos": True}
-        )  # fmt: skip
+            model=MODEL,
+            prompt=f"Question {number}: the",
+            temperature=0.9,
+            seed=number,
+            max_tokens=max_tokens,
+            stream=True,
+            extra_body={"ignore_eos": True},
+        )
         async for chunk in stream:
             text += chunk.choices[0].text
             if len(text) > 10:
@@ -60,16 +75,22 @@ def num_in_flight(deployment: Deployment) -> int:
 
 
 def compute_load(deployment: Deployment) -> Load:
-    """The one compute replica's last load; it announces one every second. A replica whose lease ran out on a machine that stood still is waited for."""
+    """The one compute replica's last load; it announces one every second. A replica whose lease ran
+    out on a machine that stood still is waited for.
+    """
     [compute] = wait_until(lambda: deployment.registry().of("compute"), description="compute is in the registry")
     return compute.load
 
 
 def catch(pool: ThreadPoolExecutor, ask: Callable[[], T], progress: Callable[[], float], more: float) -> "Future[T]":
-    """A call of `ask` that is under way: `progress` has grown by `more` since it began. One that was over before this process saw that is made again."""
+    """A call of `ask` that is under way: `progress` has grown by `more` since it began. One that
+    was over before this process saw that is made again.
+    """
     for _ in range(MAX_ROUNDS):
         before, reply = progress(), pool.submit(ask)
-        wait_until(lambda before=before, reply=reply: reply.done() or progress() > before + more, description="it is at it")
+        wait_until(
+            lambda before=before, reply=reply: reply.done() or progress() > before + more, description="it is at it"
+        )
         if not reply.done():
             return reply
     raise AssertionError(f"{MAX_ROUNDS} times it was over before it could be disturbed")

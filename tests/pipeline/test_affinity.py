@@ -33,7 +33,9 @@ def start(deployment: Deployment) -> None:
 
 
 async def warm(deployment: Deployment) -> None:
-    await asyncio.gather(*(asyncio.to_thread(ask, deployment, f"{number} apples. " * (number + 1)) for number in range(8)))
+    await asyncio.gather(
+        *(asyncio.to_thread(ask, deployment, f"{number} apples. " * (number + 1)) for number in range(8))
+    )
 
 
 def computes(deployment: Deployment) -> list[Replica]:
@@ -42,7 +44,10 @@ def computes(deployment: Deployment) -> list[Replica]:
 
 def ask(deployment: Deployment, text: str) -> tuple[str, float]:
     """The answer, and the share of the prompt that was found."""
-    reply = deployment.post("/v1/completions", {"model": MODEL, "prompt": text, "max_tokens": 12, "temperature": 1.0, "seed": 1, "ignore_eos": True})
+    reply = deployment.post(
+        "/v1/completions",
+        {"model": MODEL, "prompt": text, "max_tokens": 12, "temperature": 1.0, "seed": 1, "ignore_eos": True},
+    )
     assert reply.status_code == 200, reply.text
     answer: dict[str, Any] = reply.json()
     usage = answer["usage"]
@@ -60,7 +65,9 @@ def test_conversations_go_on_where_they_began(deployment: Deployment) -> None:
         assert shares[0] < 0.5 < 0.8 < min(shares[1:]), shares
     with deployment.redis() as peer:
         assert not peer.exists(offers_key(MODEL)), "all were taken up"
-        assert all(peer.scard(prefixes_key(each.replica_id)) for each in computes(deployment)), "both were given conversations"
+        assert all(peer.scard(prefixes_key(each.replica_id)) for each in computes(deployment)), (
+            "both were given conversations"
+        )
         assert not peer.xlen(prompts(MODEL).key)
 
 
@@ -82,5 +89,7 @@ def test_a_prompt_does_not_wait_for_a_replica_that_stands_still(deployment: Depl
     assert answers == expected
     deployment.kill(most)
     assert [ask(deployment, text)[0] for text in texts] == expected
-    wait_until(lambda: [each.replica_id for each in computes(deployment)] == [left], description="the dead replica is gone")
+    wait_until(
+        lambda: [each.replica_id for each in computes(deployment)] == [left], description="the dead replica is gone"
+    )
     wait_until(lambda: any(each.load.stolen for each in computes(deployment)), description="it says that it has stolen")

@@ -1,4 +1,5 @@
-"""`penstock chat` on a pseudo-terminal, against the demo pipeline: only a terminal has bracketed paste, Ctrl-C and a screen. pexpect is the keyboard,
+"""`penstock chat` on a pseudo-terminal, against the demo pipeline: only a terminal has bracketed
+paste, Ctrl-C and a screen. pexpect is the keyboard,
 pyte the screen."""
 
 import contextlib
@@ -31,12 +32,24 @@ class Terminal:
     """The command on a terminal of its own."""
 
     def __init__(self, home: Path, *arguments: str) -> None:
-        environment = {"HOME": str(home), "TERM": "xterm-256color", "PROMPT_TOOLKIT_NO_CPR": "1", "PATH": "/usr/bin:/bin"}
+        environment = {
+            "HOME": str(home),
+            "TERM": "xterm-256color",
+            "PROMPT_TOOLKIT_NO_CPR": "1",
+            "PATH": "/usr/bin:/bin",
+        }
         command = ["-m", "services.operator.cli", "chat", *arguments]
         self.process = pexpect.spawn(
-            sys.executable, command, env=environment, dimensions=(HEIGHT, WIDTH), encoding="utf-8", timeout=60,
-            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell that began us in the background had it ignored
-        )  # fmt: skip
+            sys.executable,
+            command,
+            env=environment,
+            dimensions=(HEIGHT, WIDTH),
+            encoding="utf-8",
+            timeout=60,
+            preexec_fn=lambda: signal.signal(
+                signal.SIGINT, signal.SIG_DFL
+            ),  # a shell that began us in the background had it ignored
+        )
         self.screen = pyte.Screen(WIDTH, HEIGHT)
         self.process.logfile_read = self
         self._stream = pyte.Stream(self.screen)
@@ -71,7 +84,11 @@ class Terminal:
         """Until so many lines of the screen match; returns the last one."""
         try:
             return wait_until(
-                lambda: found[-1] if len(found := [line for line in self.lines() if re.search(pattern, line)]) >= count else "",
+                lambda: (
+                    found[-1]
+                    if len(found := [line for line in self.lines() if re.search(pattern, line)]) >= count
+                    else ""
+                ),
                 description=pattern,
                 timeout_s=100,
             )
@@ -103,7 +120,9 @@ def test_a_conversation_as_a_person_has_it(chat: Terminal, tmp_path: Path) -> No
     assert re.search(r"\[37 tokens · [\d.,]+ tokens/s · TTFT \d+\.\d\d s\]", chat.wait_for(r"\[37 tokens"))
     assert "Penstock is a server for large language models. It runs as a pipeline of" in chat.lines()
     chat.wait_for_prompt()
-    chat.send("\x1b[200~Thank\nyou!\x1b[201~")  # a paste of two lines is one question, and is not sent by its line break
+    chat.send(
+        "\x1b[200~Thank\nyou!\x1b[201~"
+    )  # a paste of two lines is one question, and is not sent by its line break
     chat.wait_for("^  you!$")
     chat.send("\r")
     chat.wait_for(r"\[\d+ tokens", 2)
@@ -169,11 +188,17 @@ class Holding:
 
 def test_ctrl_c_stops_an_answer(demo: Deployment, tmp_path: Path) -> None:
     way = Holding(demo.url(), 20)
-    chat = Terminal(tmp_path, "--url", way.url, "--temperature", "100", "--max-tokens", "900", "--seed", "0")  # a long answer
+    chat = Terminal(
+        tmp_path, "--url", way.url, "--temperature", "100", "--max-tokens", "900", "--seed", "0"
+    )  # a long answer
     try:
         chat.wait_for_prompt()
         chat.send("Go.\r")
-        wait_until(lambda: len("".join(chat.lines()).rpartition("Go.")[2]) > 20 and chat.waits_for_an_answer(), description="some of an answer", timeout_s=100)
+        wait_until(
+            lambda: len("".join(chat.lines()).rpartition("Go.")[2]) > 20 and chat.waits_for_an_answer(),
+            description="some of an answer",
+            timeout_s=100,
+        )
         chat.send("typed meanwhile" + CTRL_C)
         chat.wait_for(r"^\[stopped\]$")
         chat.send("/reset\r")

@@ -39,7 +39,9 @@ def test_up_serves_and_status_shows_every_replica(up: Up) -> None:
     stages = ["gateway", "tokenizer", "compute", "sampler", "sampler", "jobs"]
 
     def whole_status() -> Any:
-        """Once everybody is there, the last of them being the worker of batches, and has announced what came of the request."""
+        """Once everybody is there, the last of them being the worker of batches, and has announced
+        what came of the request.
+        """
         shown = json.loads(run("status", "--redis-url", f"unix://{up.data_dir}/redis.sock", "--json").stdout)
         replicas = {replica["stage"]: replica for replica in shown["replicas"]}
         if [replica["stage"] for replica in shown["replicas"]] != stages or not replicas["gateway"]["ttft_s"]:
@@ -48,13 +50,29 @@ def test_up_serves_and_status_shows_every_replica(up: Up) -> None:
         return (shown, replicas) if is_at_rest and replicas["compute"]["tokens_per_s"] is not None else None
 
     shown, replicas = wait_until(whole_status, description="a status that shows all of it", timeout_s=120)
-    assert shown["missing"] == [] and shown["dead_letters"] == 0 and shown["queues"].keys() == {"requests:penstock-demo", "prompts:penstock-demo"}
+    assert (
+        shown["missing"] == []
+        and shown["dead_letters"] == 0
+        and shown["queues"].keys() == {"requests:penstock-demo", "prompts:penstock-demo"}
+    )
     assert replicas["compute"]["model"] == "penstock-demo" and replicas["compute"]["waiting"] == 0
     assert 0 <= replicas["compute"]["kv_cache_usage"] <= 1
     status = run("status", "--data-dir", str(up.data_dir))
     assert status.returncode == 0, status.stderr
     lines = status.stdout.splitlines()
-    assert lines[0].split() == ["STAGE", "MODEL", "RUNNING", "WAITING", "TOKENS/S", "TTFT", "KV", "UP", "REPLICA", "HOST", "PID"]
+    assert lines[0].split() == [
+        "STAGE",
+        "MODEL",
+        "RUNNING",
+        "WAITING",
+        "TOKENS/S",
+        "TTFT",
+        "KV",
+        "UP",
+        "REPLICA",
+        "HOST",
+        "PID",
+    ]
     assert [line.split()[0] for line in lines[1:7]] == stages
 
 
@@ -76,7 +94,11 @@ def test_a_chat_goes_on_when_its_gateway_is_killed(up: Up) -> None:
         errors = chat.stderr.read()
     assert chat.returncode == 0, errors
     response_id = re.findall(r"response_id=(chatcmpl-\w+)", up.log.read_text())[-1]
-    wait_until(lambda: up.ask() == 200, description="there is a gateway, should the answer have been over before it was killed", timeout_s=120)
+    wait_until(
+        lambda: up.ask() == 200,
+        description="there is a gateway, should the answer have been over before it was killed",
+        timeout_s=120,
+    )
     whole = httpx.get(f"{up.url}/v1/streams/{response_id}", timeout=60, trust_env=False)
     assert whole.status_code == 200
     data = [line.removeprefix("data: ") for line in whole.text.splitlines() if line.startswith("data: {")]
@@ -98,7 +120,9 @@ def test_any_process_that_dies_is_replaced(up: Up) -> None:
             child.kill()
     wait_until(lambda: up.ask() == 200, description="it answers again", timeout_s=120)
     old = {child.pid for child in before}
-    wait_until(lambda: len({child.pid for child in up.children()} - old) == len(old), description="each has a successor")
+    wait_until(
+        lambda: len({child.pid for child in up.children()} - old) == len(old), description="each has a successor"
+    )
 
 
 def test_ctrl_c_stops_everything_cleanly(up: Up) -> None:
@@ -135,7 +159,9 @@ def test_bad_arguments_are_one_line(tmp_path: Path) -> None:
     said = refused("services.compute", tmp_path, model=str(tmp_path / "broken.gguf"))
     assert "more than it has room for" in said and len(said.strip().splitlines()) == 1, said
     result = run("serve", "compute", "--dtype", "float8")
-    assert result.returncode == 2 and "--dtype" in result.stderr and len(result.stderr.strip().splitlines()) == 1, result.stderr
+    assert result.returncode == 2 and "--dtype" in result.stderr and len(result.stderr.strip().splitlines()) == 1, (
+        result.stderr
+    )
 
 
 @pytest.mark.more  # unit/test_start.py is not
@@ -144,7 +170,17 @@ def test_a_stage_that_can_not_run_ends_the_launcher_and_its_line_is_the_only_one
     described = json.loads((folder / "tokenizer_config.json").read_text())
     own = {"tokenizer_class": "OwnTokenizer", "auto_map": {"AutoTokenizer": ["own.OwnTokenizer", None]}}
     (folder / "tokenizer_config.json").write_text(json.dumps(described | own))
-    result = run("up", "--model", str(folder), "--port", str(free_port()), "--data-dir", str(tmp_path / "data"), "--log-level", "error")
+    result = run(
+        "up",
+        "--model",
+        str(folder),
+        "--port",
+        str(free_port()),
+        "--data-dir",
+        str(tmp_path / "data"),
+        "--log-level",
+        "error",
+    )
     assert result.returncode == 2
     message = f"penstock: {folder}/tokenizer_config.json: auto_map names code in the checkpoint, and that is never run"
     assert [line for line in result.stderr.splitlines() if "loading weights" not in line] == [message], result.stderr
@@ -170,8 +206,13 @@ def test_a_log_file_has_lines_and_no_bars(up: Up) -> None:
 def test_pulling_from_a_hub_that_can_not_be_reached_is_one_line_and_soon(tmp_path: Path) -> None:
     began = time.monotonic()
     result = run("pull", "owner/name", HF_ENDPOINT="http://127.0.0.1:9", HOME=str(tmp_path))
-    assert result.returncode == 2 and time.monotonic() - began < 20  # with its pauses between tries, the hub's client would take longer still
-    assert result.stderr.startswith("penstock: owner/name can't be fetched from the hub: ") and len(result.stderr.splitlines()) == 1, result.stderr
+    assert (
+        result.returncode == 2 and time.monotonic() - began < 20
+    )  # with its pauses between tries, the hub's client would take longer still
+    assert (
+        result.stderr.startswith("penstock: owner/name can't be fetched from the hub: ")
+        and len(result.stderr.splitlines()) == 1
+    ), result.stderr
 
 
 def test_help_teaches(tmp_path: Path) -> None:

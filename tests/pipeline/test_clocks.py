@@ -1,4 +1,6 @@
-"""Redis' clock goes back while a stream has expired: it begins again with ids that are older than what its reader has read."""
+"""Redis' clock goes back while a stream has expired: it begins again with ids that are older than
+what its reader has read.
+"""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -30,10 +32,19 @@ def test_requests_are_answered_after_idle_streams_have_expired_and_the_clock_wen
     client, openai = small.redis(), small.client()
 
     def answer() -> str:
-        return openai.completions.create(model=MODEL, prompt="The quick brown fox", max_tokens=12, temperature=0, timeout=60).choices[0].text
+        return (
+            openai.completions.create(
+                model=MODEL, prompt="The quick brown fox", max_tokens=12, temperature=0, timeout=60
+            )
+            .choices[0]
+            .text
+        )
 
     before = answer()
-    ids = {stage: next(each.replica_id for each in small.registry().of(stage)) for stage in ("sampler", "compute", "gateway")}
+    ids = {
+        stage: next(each.replica_id for each in small.registry().of(stage))
+        for stage in ("sampler", "compute", "gateway")
+    }
     streams = [candidates(ids["sampler"]), decisions(ids["compute"]), events(ids["gateway"]), CONTROL]
     broadcast(client, Control("refresh"))
     pipe = client.pipeline(transaction=False)

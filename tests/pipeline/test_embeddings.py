@@ -1,4 +1,6 @@
-"""Embeddings through the `openai` package: of the demo model, which also writes; durable, and the same in any company."""
+"""Embeddings through the `openai` package: of the demo model, which also writes; durable, and the
+same in any company.
+"""
 
 import base64
 from concurrent.futures import ThreadPoolExecutor
@@ -77,16 +79,24 @@ def test_what_is_wrong_is_named(demo: Deployment, more: dict[str, Any], param: s
 
 @pytest.mark.more
 def test_embeddings_survive_compute_and_are_the_same_alone_and_in_a_crowd(deployment: Deployment) -> None:
-    """In bfloat16, by the bits. Chunks of prompts are cut again in every step, and whoever takes a request over begins it again."""
+    """In bfloat16, by the bits. Chunks of prompts are cut again in every step, and whoever takes a
+    request over begins it again.
+    """
     small_steps = {"PENSTOCK_DTYPE": "bfloat16", "PENSTOCK_MAX_BATCHED_TOKENS": "64"}
-    first = start_fragile(deployment, "compute-first", FRAGILE_STEP_S="0.05", FRAGILE_TOKEN="-1", **small_steps)  # a hundred: time to disturb it
+    first = start_fragile(
+        deployment, "compute-first", FRAGILE_STEP_S="0.05", FRAGILE_TOKEN="-1", **small_steps
+    )  # a hundred: time to disturb it
     deployment.wait_live(first, *(deployment.start(stage) for stage in ("sampler", "tokenizer", "gateway")))
     wait_until(lambda: deployment.get("/ready").status_code == 200, description="the gateway is ready")
-    texts = [f"{number} " + "A penstock is the pipe that feeds a turbine. " * (1 + number % 5 * 6) for number in range(40)]
+    texts = [
+        f"{number} " + "A penstock is the pipe that feeds a turbine. " * (1 + number % 5 * 6) for number in range(40)
+    ]
     mean: Any = {"pooling": "mean"}
     alone = [embed(deployment, text, extra_body=mean).data[0].embedding for text in texts[:5]]
     with deployment.redis() as redis, ThreadPoolExecutor(1) as pool:
-        chats = deployment.client().completions.create(model=MODEL, prompt="The", max_tokens=300, stream=True, extra_body={"ignore_eos": True})
+        chats = deployment.client().completions.create(
+            model=MODEL, prompt="The", max_tokens=300, stream=True, extra_body={"ignore_eos": True}
+        )
         next(chats)
         crowd = pool.submit(embed, deployment, texts, extra_body=mean)
         wait_until(lambda: len(redis.keys("log:embd-*")) > 7, description="some are there")
@@ -120,12 +130,22 @@ def test_an_encoder_makes_embeddings_and_no_text(deployment: Deployment, tmp_pat
     assert cut == reply.data[2].embedding, "the beginning, and [SEP]"
     assert np.array_equal(np.float32(of_ollama), np.float32(cut))
     assert deployment.post("/api/embed", too_long | {"truncate": False}).status_code == 400
-    assert deployment.post("/api/show", {"model": "encoder"}).json()["capabilities"] == ["embedding"], "by which front ends choose"
-    by_another_name = deployment.post("/v1/embeddings", {"model": "GPT-4", "input": texts[1]})  # which clients have built in
+    assert deployment.post("/api/show", {"model": "encoder"}).json()["capabilities"] == ["embedding"], (
+        "by which front ends choose"
+    )
+    by_another_name = deployment.post(
+        "/v1/embeddings", {"model": "GPT-4", "input": texts[1]}
+    )  # which clients have built in
     assert (by_another_name.json()["model"], by_another_name.headers["X-Penstock-Ignored"]) == ("encoder", "model")
-    assert by_another_name.json()["data"][0]["embedding"] == deployment.post("/embedding", {"model": "GPT-4", "content": texts[1]}).json()[0]["embedding"][0]
+    assert (
+        by_another_name.json()["data"][0]["embedding"]
+        == deployment.post("/embedding", {"model": "GPT-4", "content": texts[1]}).json()[0]["embedding"][0]
+    )
     assert deployment.post("/v1/completions", {"model": "GPT-4", "prompt": "w1"}).status_code == 404
-    for wrong, code in (({"input": "w1 " * 47}, "context_length_exceeded"), ({"prompt": "w1", "max_tokens": 3}, "model_not_supported")):
+    for wrong, code in (
+        ({"input": "w1 " * 47}, "context_length_exceeded"),
+        ({"prompt": "w1", "max_tokens": 3}, "model_not_supported"),
+    ):
         path = "/v1/embeddings" if "input" in wrong else "/v1/completions"
         refused = deployment.post(path, {"model": "encoder"} | wrong)
         assert (refused.status_code, refused.json()["error"]["code"]) == (400, code), refused.text

@@ -1,4 +1,6 @@
-"""Clients that go away, gateways that die, Redis that restarts, messages that nobody can read, and a server that is full."""
+"""Clients that go away, gateways that die, Redis that restarts, messages that nobody can read, and
+a server that is full.
+"""
 
 import asyncio
 import contextlib
@@ -31,31 +33,48 @@ QUEUE = f"requests:{MODEL}"
 
 def test_a_client_that_goes_away_frees_compute(demo: Deployment) -> None:
     before = compute_load(demo).output_tokens or 0
-    with httpx.stream("POST", demo.url() + "/v1/completions", json=LONG | {"n": MANY}, timeout=60, trust_env=False) as response:
+    with httpx.stream(
+        "POST", demo.url() + "/v1/completions", json=LONG | {"n": MANY}, timeout=60, trust_env=False
+    ) as response:
         for line in response.iter_lines():
             if line.startswith("id: 5"):
                 break
-    load = wait_until(lambda: ((now := compute_load(demo)).output_tokens or 0) >= before + 5 and now.running == 0 and now, description="it has left")
+    load = wait_until(
+        lambda: ((now := compute_load(demo)).output_tokens or 0) >= before + 5 and now.running == 0 and now,
+        description="it has left",
+    )
     assert (load.output_tokens or 0) - before < MANY * 900 and load.kv_cache_usage == 0
 
 
 def test_a_client_that_goes_away_before_a_whole_answer_frees_compute(demo: Deployment) -> None:
     before = compute_load(demo).output_tokens or 0
     body = json.dumps(LONG | {"stream": False, "stream_options": None, "n": MANY}).encode()
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+    head = (
+        "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: "
+        f"{len(body)}\r\n\r\n"
+    )
     with socket.create_connection(("127.0.0.1", next(iter(demo.ports.values()))), timeout=60) as connection:
         connection.sendall(head.encode() + body)
-        wait_until(lambda: ((now := compute_load(demo)).output_tokens or 0) > before and (now.running or 0) > 0, description="compute is at it")
+        wait_until(
+            lambda: ((now := compute_load(demo)).output_tokens or 0) > before and (now.running or 0) > 0,
+            description="compute is at it",
+        )
     load = wait_until(lambda: (now := compute_load(demo)).running == 0 and now, description="they have left")
     assert (load.output_tokens or 0) - before < MANY * 900
 
 
 @pytest.fixture(scope="module")
 def limited(tmp_path_factory: pytest.TempPathFactory, redis_binary: Path | None) -> Iterator[Deployment]:
-    """A deployment that is soon full, and soon gives up who does not read; for tests that leave one replica of each stage; the last leaves less."""
+    """A deployment that is soon full, and soon gives up who does not read; for tests that leave one
+    replica of each stage; the last leaves less.
+    """
     folder = tmp_path_factory.mktemp("limited")
     with running_redis(folder / "redis", redis_binary) as url:
-        limits = {"PENSTOCK_MAX_REQUESTS": "2", "PENSTOCK_MAX_TOKENS_IN_FLIGHT": "1000", "PENSTOCK_READER_TIMEOUT_S": "0.5"}
+        limits = {
+            "PENSTOCK_MAX_REQUESTS": "2",
+            "PENSTOCK_MAX_TOKENS_IN_FLIGHT": "1000",
+            "PENSTOCK_READER_TIMEOUT_S": "0.5",
+        }
         deployment = Deployment(url, folder, limits)
         try:
             yield deployment.start_all(dtype="float32")
@@ -75,9 +94,13 @@ def test_a_queued_request_is_cancelled_before_it_runs(limited: Deployment) -> No
     client = deployment.redis()
     announced = client.get(replica_key("compute", compute))
     deployment.kill(compute)
-    client.set(replica_key("compute", compute), announced, ex=600)  # its lease runs on: while it does, requests are accepted
+    client.set(
+        replica_key("compute", compute), announced, ex=600
+    )  # its lease runs on: while it does, requests are accepted
     client.sadd(REPLICAS, f"compute:{compute}")
-    wait_until(lambda: deployment.get("/ready").status_code == 200, description="compute is alive, as the gateway has it")
+    wait_until(
+        lambda: deployment.get("/ready").status_code == 200, description="compute is alive, as the gateway has it"
+    )
     body = LONG | {"max_tokens": 3}
     with httpx.stream("POST", deployment.url() + "/v1/completions", json=body, timeout=60, trust_env=False) as response:
         assert response.status_code == 200
@@ -93,7 +116,9 @@ def test_a_queued_request_is_cancelled_before_it_runs(limited: Deployment) -> No
     assert deployment.post("/v1/completions", body | {"stream": False, "stream_options": None}).status_code == 200
 
     def after_three_tokens() -> Load | None:
-        return next((each.load for each in deployment.registry().of("compute") if (each.load.output_tokens or 0) >= 3), None)
+        return next(
+            (each.load for each in deployment.registry().of("compute") if (each.load.output_tokens or 0) >= 3), None
+        )
 
     load = wait_until(after_three_tokens, description="compute says that it has computed something")
     assert (load.prompt_tokens, load.output_tokens) == (1, 3), "of the second request, and of no other"
@@ -109,10 +134,15 @@ def start_gateway(deployment: Deployment, replica_id: str, **settings: object) -
 def test_a_stream_is_resumed_at_another_gateway(demo: Deployment) -> None:
     deployment, first, second = demo, start_gateway(demo, "gateway-first"), start_gateway(demo, "gateway-second")
     body = LONG | {"max_tokens": 300, "stream_options": {"include_usage": True, "include_position": True}}
-    whole = read_stream(httpx.post(deployment.url(second) + "/v1/completions", json=body, timeout=60, trust_env=False).text)
+    whole = read_stream(
+        httpx.post(deployment.url(second) + "/v1/completions", json=body, timeout=60, trust_env=False).text
+    )
     received, last_id, response_id = "", "", ""
     url, is_killed = deployment.url(first) + "/v1/completions", False
-    with contextlib.suppress(httpx.HTTPError), httpx.stream("POST", url, json=body, timeout=60, trust_env=False) as response:  # none, if all had been sent
+    with (
+        contextlib.suppress(httpx.HTTPError),
+        httpx.stream("POST", url, json=body, timeout=60, trust_env=False) as response,
+    ):  # none, if all had been sent
         for line in response.iter_lines():
             if line.startswith("id: "):
                 last_id = line.removeprefix("id: ")
@@ -124,7 +154,12 @@ def test_a_stream_is_resumed_at_another_gateway(demo: Deployment) -> None:
                 deployment.kill(first)
                 is_killed = True
     assert is_killed
-    resumed = httpx.get(deployment.url(second) + f"/v1/streams/{response_id}", headers={"Last-Event-ID": last_id}, timeout=60, trust_env=False)
+    resumed = httpx.get(
+        deployment.url(second) + f"/v1/streams/{response_id}",
+        headers={"Last-Event-ID": last_id},
+        timeout=60,
+        trust_env=False,
+    )
     assert resumed.status_code == 200
     assert received + read_stream(resumed.text) == whole
     assert '"completion_tokens":300' in resumed.text
@@ -134,7 +169,9 @@ def test_a_stream_is_resumed_at_another_gateway(demo: Deployment) -> None:
 def test_resuming_what_is_unknown_or_wrong_is_refused(demo: Deployment) -> None:
     assert demo.get("/v1/streams/nope").status_code == 404
     reply = demo.post("/v1/completions", LONG | {"stream": False, "stream_options": None, "max_tokens": 3})
-    wrong = httpx.get(demo.url() + f"/v1/streams/{reply.json()['id']}", headers={"Last-Event-ID": "x"}, timeout=10, trust_env=False)
+    wrong = httpx.get(
+        demo.url() + f"/v1/streams/{reply.json()['id']}", headers={"Last-Event-ID": "x"}, timeout=10, trust_env=False
+    )
     assert wrong.status_code == 400
     assert "positions" in wrong.json()["error"]["message"]
 
@@ -166,7 +203,9 @@ def test_redis_restarts_in_the_middle_of_streams(tmp_path: Path, redis_binary: P
             assert asyncio.run(stream_all(deployment, 4, max_tokens=200, disturb=restart)) == undisturbed
             assert len(deployment.processes) == 5 and all(each.poll() is None for each in deployment.processes.values())
             told = (tmp_path / f"{worker}.log").read_text()
-            assert "redis can't serve" in told and "celery" not in told.lower()  # one voice tells of it, and of no library's inner life
+            assert (
+                "redis can't serve" in told and "celery" not in told.lower()
+            )  # one voice tells of it, and of no library's inner life
         finally:
             deployment.stop()
             for process in restarted:
@@ -179,8 +218,16 @@ def test_an_emptied_redis_stops_no_process(demo: Deployment) -> None:
     with deployment.redis() as client:
         client.flushall()
     deployment.wait_live(*deployment.processes)
-    wait_until(lambda: deployment.get("/ready").status_code == 200, description="the gateway knows that everybody is back in the registry")
-    assert deployment.post("/v1/completions", LONG | {"stream": False, "stream_options": None, "max_tokens": 3}).status_code == 200
+    wait_until(
+        lambda: deployment.get("/ready").status_code == 200,
+        description="the gateway knows that everybody is back in the registry",
+    )
+    assert (
+        deployment.post(
+            "/v1/completions", LONG | {"stream": False, "stream_options": None, "max_tokens": 3}
+        ).status_code
+        == 200
+    )
     assert all(process.poll() is None for process in deployment.processes.values())
 
 
@@ -189,19 +236,26 @@ def test_a_poison_message_fails_its_request_and_nothing_else(demo: Deployment) -
     client.delete("dead-letter")
     client.xadd(QUEUE, {"m": b"\xc1 not msgpack", "r": "poison.0", "g": "gateway-none"})
     client.xadd(f"prompts:{MODEL}", {"m": b"\x93\x01\x02\x03", "r": "poison.1", "g": ""})
-    letters = wait_until(lambda: (found := client.xrange("dead-letter")) and len(found) == 2 and found, description="two dead letters")
+    letters = wait_until(
+        lambda: (found := client.xrange("dead-letter")) and len(found) == 2 and found, description="two dead letters"
+    )
     assert {values[b"stream"].decode() for _, values in letters} == {QUEUE, f"prompts:{MODEL}"}
     assert all(values[b"error"] and values[b"deliveries"] == b"1" for _, values in letters)
     for request_id in ("poison.0", "poison.1"):
         assert wait_until(lambda key=f"log:{request_id}": client.xlen(key), description="the log says so") == 1
     client.xadd("candidates:sampler-1", {"m": b"\xc1"})
     wait_until(lambda: client.xlen("dead-letter") == 3, description="a third dead letter")
-    assert demo.post("/v1/completions", LONG | {"stream": False, "stream_options": None, "max_tokens": 3}).status_code == 200
+    assert (
+        demo.post("/v1/completions", LONG | {"stream": False, "stream_options": None, "max_tokens": 3}).status_code
+        == 200
+    )
     client.delete("events:gateway-none")
 
 
 def test_a_request_that_kills_whoever_takes_it_up_becomes_a_dead_letter(demo: Deployment) -> None:
-    """Delivered over and over to consumers that died, it is given up with a clear error instead of going round for ever."""
+    """Delivered over and over to consumers that died, it is given up with a clear error instead of
+    going round for ever.
+    """
     client = demo.redis()
     client.delete("dead-letter")
     for replica_id in list(demo.processes):
@@ -225,7 +279,10 @@ def test_a_request_that_nobody_reads_any_more_is_cancelled(limited: Deployment) 
     for number in range(32):  # enough of them that none ends by itself first
         request = GenerateRequest(f"orphan.{number}", "gateway-gone", MODEL, params, prompt="The")
         client.xadd(QUEUE, {"m": encode(request), "r": request.request_id, "g": "gateway-gone"})
-    last = wait_until(lambda: (end := client.xrevrange("log:orphan.0", count=1)) and end[0][0].endswith(b"-1") and end[0], description="it has ended")
+    last = wait_until(
+        lambda: (end := client.xrevrange("log:orphan.0", count=1)) and end[0][0].endswith(b"-1") and end[0],
+        description="it has ended",
+    )
     assert b"cancelled" in last[1][b"m"]
     assert client.xlen("log:orphan.0") < 1000
     assert client.ttl("log:orphan.0") > 0
@@ -290,18 +347,28 @@ def test_odd_http_gets_the_error_shape(demo: Deployment) -> None:
 
 
 def test_request_ids_are_echoed_and_metrics_count(demo: Deployment) -> None:
-    reply = demo.post("/v1/completions", {"model": MODEL, "prompt": "x", "max_tokens": 2, "user": "tester"}, **{"X-Request-Id": "abc-123"})
+    reply = demo.post(
+        "/v1/completions",
+        {"model": MODEL, "prompt": "x", "max_tokens": 2, "user": "tester"},
+        **{"X-Request-Id": "abc-123"},
+    )
     assert reply.headers["X-Request-Id"] == "abc-123"
     assert len(demo.get("/health").headers["X-Request-Id"]) == 32
     health = wait_until(
-        lambda: (found := demo.get("/health").json()) and all(each["steps"] > 0 for each in found["compute"].values()) and found,
+        lambda: (
+            (found := demo.get("/health").json())
+            and all(each["steps"] > 0 for each in found["compute"].values())
+            and found
+        ),
         description="compute has announced its steps",
     )
     assert health["status"] == "ok" and health["compute"]
     metrics = demo.get("/metrics").text
     assert 'penstock_request_success_total{finished_reason="length",model_name="penstock-demo"}' in metrics
     assert 'penstock_replicas{stage="sampler"} 1.0' in metrics
-    values = {name: float(value) for name, value in re.findall(r"^(penstock_\w+\{[^}]*\}) (\S+)$", metrics, re.MULTILINE)}
+    values = {
+        name: float(value) for name, value in re.findall(r"^(penstock_\w+\{[^}]*\}) (\S+)$", metrics, re.MULTILINE)
+    }
     [(name, steps)] = [(name, value) for name, value in values.items() if name.startswith("penstock_steps_total")]
     labels = name.removeprefix("penstock_steps_total").strip("{}")
     assert values[f"penstock_iteration_tokens_total_count{{{labels}}}"] == steps > 0

@@ -57,11 +57,17 @@ def victim(tmp_path: Path) -> Path:
 
 
 def batch(batch_id: str, input_file_id: str = ID) -> BatchRecord:
-    return BatchRecord(batch_id, EVERYBODY, "/v1/completions", input_file_id, "24h", int(time.time()), int(time.time()) + 60)
+    return BatchRecord(
+        batch_id, EVERYBODY, "/v1/completions", input_file_id, "24h", int(time.time()), int(time.time()) + 60
+    )
 
 
-@pytest.mark.parametrize("batch_id", ["../../../victim", "../victim", "", ".", "batch_a/../../../../victim", "batch_*", "batch_\0"])
-def test_a_task_for_no_batch_removes_nothing(runtime: JobsRuntime, client: "redis.Redis", victim: Path, batch_id: str) -> None:
+@pytest.mark.parametrize(
+    "batch_id", ["../../../victim", "../victim", "", ".", "batch_a/../../../../victim", "batch_*", "batch_\0"]
+)
+def test_a_task_for_no_batch_removes_nothing(
+    runtime: JobsRuntime, client: "redis.Redis", victim: Path, batch_id: str
+) -> None:
     for ended in ({}, {"record": msgpack.packb(asdict(batch(batch_id))), "status": "completed"}):
         client.set(batch_queued_key(batch_id), "1")
         if ended:
@@ -70,7 +76,9 @@ def test_a_task_for_no_batch_removes_nothing(runtime: JobsRuntime, client: "redi
         assert (victim / "precious.0").exists() and (victim.parent / "data" / "files" / "batches").exists()
 
 
-def test_a_task_for_a_batch_that_redis_does_not_know_leaves_its_folder(runtime: JobsRuntime, client: "redis.Redis") -> None:
+def test_a_task_for_a_batch_that_redis_does_not_know_leaves_its_folder(
+    runtime: JobsRuntime, client: "redis.Redis"
+) -> None:
     runtime.storage.write("batches/batch_restored/input", b"{}")
     client.set(batch_queued_key("batch_restored"), "1")
     runtime.call(run_slice(runtime, "batch_restored"))
@@ -113,20 +121,35 @@ def test_no_path_and_no_link_leads_out_of_the_files_folder(victim: Path) -> None
     storage = Storage(str(victim.parent / "data" / "files"))
     (victim.parent / "data" / "files" / "contents" / "link").symlink_to(victim)
     (victim.parent / "data" / "files" / "contents" / "file").symlink_to(victim / "precious.0")
-    for path in ("contents/x/../../../../victim/precious.0", "contents/link/precious.0", "contents/file", str(victim / "precious.0"), "../../victim"):
+    for path in (
+        "contents/x/../../../../victim/precious.0",
+        "contents/link/precious.0",
+        "contents/file",
+        str(victim / "precious.0"),
+        "../../victim",
+    ):
         for use in (storage.open, storage.read, storage.size, lambda path: storage.write(path, b"")):
             with pytest.raises(FileNotFoundError):
                 use(path)
         storage.remove(path)
         assert storage.names(path) == []
-    assert [each.name for each in victim.iterdir()] == ["precious.0"] and (victim / "precious.0").read_text() == "a secret"
+    assert [each.name for each in victim.iterdir()] == ["precious.0"] and (
+        victim / "precious.0"
+    ).read_text() == "a secret"
 
 
-def test_a_forged_batch_keeps_the_sweep_and_the_list_from_nobody(runtime: JobsRuntime, redis_url: str, client: "redis.Redis") -> None:
+def test_a_forged_batch_keeps_the_sweep_and_the_list_from_nobody(
+    runtime: JobsRuntime, redis_url: str, client: "redis.Redis"
+) -> None:
     client.hset(batch_key("batch_garbage"), mapping={"record": b"\xc1", "status": b"\xff"})
     client.hset(batch_key("batch_half"), mapping={"status": "validating"})
-    client.hset(batch_key("batch_other"), mapping={"record": msgpack.packb(asdict(batch("batch_good"))), "status": "validating"})
-    client.hset(batch_key("batch_path"), mapping={"record": msgpack.packb(asdict(batch("batch_path", "../../victim"))), "status": "validating"})
+    client.hset(
+        batch_key("batch_other"), mapping={"record": msgpack.packb(asdict(batch("batch_good"))), "status": "validating"}
+    )
+    client.hset(
+        batch_key("batch_path"),
+        mapping={"record": msgpack.packb(asdict(batch("batch_path", "../../victim"))), "status": "validating"},
+    )
     client.sadd(BATCHES_RUNNING, b"\xff", "../../victim", "batch_garbage", "batch_half", "batch_other", "batch_path")
     client.zadd("batches:", {b"\xff": 1})
     client.zadd("batches:", {"batch_garbage": 2, "batch_half": 3, "batch_other": 4, "batch_path": 5})

@@ -41,7 +41,9 @@ def client(redis_url: str) -> "Iterator[redis.Redis]":
 def create(redis_url: str, batch_id: str, folder: Path | None = None) -> None:
     """A batch; with the folder of the files it has an input, of one line for a model that nobody serves."""
     file = FileRecord(f"file-{batch_id}", "", "in.jsonl", "batch", 1, int(time.time()), int(time.time()) + 3600)
-    record = BatchRecord(batch_id, EVERYBODY, "/v1/completions", file.file_id, "24h", int(time.time()), int(time.time()) + 3600)
+    record = BatchRecord(
+        batch_id, EVERYBODY, "/v1/completions", file.file_id, "24h", int(time.time()), int(time.time()) + 3600
+    )
 
     async def creating() -> None:
         async with connect(JobsSettings(redis_url=redis_url)) as own:
@@ -55,10 +57,18 @@ def create(redis_url: str, batch_id: str, folder: Path | None = None) -> None:
 
 
 def changed(message: Json, **values: Any) -> Json:
-    """The message with other headers, properties or fields, by their names with the dash as an underscore; None: without it."""
+    """The message with other headers, properties or fields, by their names with the dash as an
+    underscore; None: without it.
+    """
     found: Json = json.loads(json.dumps(message))
     for name, value in values.items():
-        where = found["headers"] if name in found["headers"] or name == "compression" else found["properties"] if name in found["properties"] else found
+        where = (
+            found["headers"]
+            if name in found["headers"] or name == "compression"
+            else found["properties"]
+            if name in found["properties"]
+            else found
+        )
         where[name.replace("_", "-") if where is found else name] = value
     return found
 
@@ -90,7 +100,17 @@ def bad_messages(good: Json) -> list[bytes]:
         {"body_encoding": "rot13"},
     ]
     whole = [json.dumps(changed(good, **each)).encode() for each in changes]
-    return [*whole, b"", b"\xff\x00", b"null", b"[]", b"{}", b'{"headers": {}, "properties": 1}', b"[" * 2000, b'{"__type__": "datetime", "__value__": "?"}']
+    return [
+        *whole,
+        b"",
+        b"\xff\x00",
+        b"null",
+        b"[]",
+        b"{}",
+        b'{"headers": {}, "properties": 1}',
+        b"[" * 2000,
+        b'{"__type__": "datetime", "__value__": "?"}',
+    ]
 
 
 def test_no_message_in_the_queue_stops_a_worker(deployment: Deployment, client: "redis.Redis") -> None:
@@ -103,11 +123,15 @@ def test_no_message_in_the_queue_stops_a_worker(deployment: Deployment, client: 
     client.hset("celery:unacked", mapping={"tag-a": b"no JSON", "tag-b": b"[1]", "tag-c": json.dumps([[], "", "jobs"])})
     client.zadd("celery:unacked_index", {"tag-a": 1, "tag-b": 1, "tag-c": 1})
     worker = deployment.start("jobs")
-    wait_until(lambda: client.hget(batch_key("batch_good"), "status") == b"failed", description="the good one's turn")  # its input is gone
+    wait_until(
+        lambda: client.hget(batch_key("batch_good"), "status") == b"failed", description="the good one's turn"
+    )  # its input is gone
     wait_until(lambda: client.xlen("dead-letter") >= len(bad), description="all others are dead letters")
     letters = [values for _, values in client.xrange("dead-letter") if values[b"stream"] == JOB_QUEUE.encode()]
     assert len(letters) >= len(bad) and all(len(values[b"m"]) <= 16 << 10 for values in letters)
-    wait_until(lambda: not client.exists("celery:unacked"), description="what nobody can restore is gone", timeout_s=120)
+    wait_until(
+        lambda: not client.exists("celery:unacked"), description="what nobody can restore is gone", timeout_s=120
+    )
     assert deployment.processes[worker].poll() is None, "it has not died"
     create(deployment.redis_url, "batch_next")
     assert send_batch(queue, client, "batch_next")
@@ -124,7 +148,9 @@ def test_a_batch_at_which_workers_die_ends_as_failed(deployment: Deployment, cli
 
     for number in (1, 2):  # no stage is there, so that it waits for ever
         worker = deployment.start("jobs")
-        wait_until(lambda: client.hget(batch_key("batch_a"), "status") == b"in_progress", description="its input is checked")
+        wait_until(
+            lambda: client.hget(batch_key("batch_a"), "status") == b"in_progress", description="its input is checked"
+        )
         wait_until(lambda number=number: num_begun() == number, description=f"it was begun {number} times")
         deployment.kill(worker)
         client.delete(batch_lease_key("batch_a"), batch_queued_key("batch_a"))
@@ -140,7 +166,9 @@ def test_a_batch_at_which_workers_die_ends_as_failed(deployment: Deployment, cli
     assert error["code"] == "worker_died" and not client.sismember(BATCHES_RUNNING, "batch_a")
 
 
-def test_a_mistake_of_ours_is_not_repeated_for_ever(redis_url: str, client: "redis.Redis", tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_mistake_of_ours_is_not_repeated_for_ever(
+    redis_url: str, client: "redis.Redis", tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     create(redis_url, "batch_a", tmp_path / "files")
     settings = JobsSettings(redis_url=redis_url, files_url=str(tmp_path / "files"))
     runtime = JobsRuntime(settings, Stage("jobs", settings))
@@ -162,7 +190,9 @@ def test_a_mistake_of_ours_is_not_repeated_for_ever(redis_url: str, client: "red
     runtime.stage.transport.client.close()
 
 
-def test_health_tells_of_workers_that_die_and_of_batches_that_nobody_has(deployment: Deployment, client: "redis.Redis") -> None:
+def test_health_tells_of_workers_that_die_and_of_batches_that_nobody_has(
+    deployment: Deployment, client: "redis.Redis"
+) -> None:
     gateway = deployment.start("gateway")
     deployment.wait_live(gateway)
     create(deployment.redis_url, "batch_a", deployment.folder / "files")
@@ -178,7 +208,10 @@ def test_health_tells_of_workers_that_die_and_of_batches_that_nobody_has(deploym
         if number < 3:
             deployment.kill(worker)
             wait_until(lambda: not deployment.registry().of("jobs"), description="its lease has run out")
-    wait_until(lambda: "workers of batches die again and again: 3 within ten minutes" in warnings(), description="three have died")
+    wait_until(
+        lambda: "workers of batches die again and again: 3 within ten minutes" in warnings(),
+        description="three have died",
+    )
     deployment.terminate(worker)
     deployment.start("jobs", "jobs-9")
     wait_until(lambda: "die again and again: 3" in warnings(), description="the one that has left is none of them")

@@ -1,4 +1,6 @@
-"""Replies of Redis that get lost on connections nobody closes: a stage hangs up after seconds and goes on; one that stays cut off loses its lease."""
+"""Replies of Redis that get lost on connections nobody closes: a stage hangs up after seconds and
+goes on; one that stays cut off loses its lease.
+"""
 
 import time
 from collections.abc import Iterator
@@ -29,14 +31,18 @@ class Line:
     proxies: dict[str, HalfOpenRedis]
 
     def texts(self, on_first: str = "") -> tuple[str, float]:
-        """A streamed answer's text, and its longest pause in s. The stage `on_first` loses replies from the first token on, a tokenizer before it."""
+        """A streamed answer's text, and its longest pause in s. The stage `on_first` loses replies
+        from the first token on, a tokenizer before it.
+        """
         wait_until(lambda: self.deployment.get("/ready").status_code == 200, description="every stage is alive")
         proxy = self.proxies.get(on_first)
         if on_first == "tokenizer":
             lose(proxy)
         began = last = time.monotonic()
         pieces, longest = list[str](), 0.0
-        stream = self.deployment.client().completions.create(model=MODEL, prompt="The quick brown fox", max_tokens=200, temperature=0, stream=True)
+        stream = self.deployment.client().completions.create(
+            model=MODEL, prompt="The quick brown fox", max_tokens=200, temperature=0, stream=True
+        )
         for chunk in stream:
             longest, last = max(longest, time.monotonic() - last), time.monotonic()
             if not pieces and on_first not in ("", "tokenizer"):

@@ -1,4 +1,6 @@
-"""Images through a whole pipeline: every API, hostile files, and no byte of an answer depends on company, cache or deaths."""
+"""Images through a whole pipeline: every API, hostile files, and no byte of an answer depends on
+company, cache or deaths.
+"""
 
 import base64
 import http.client
@@ -46,7 +48,13 @@ def text(words: str) -> dict[str, Any]:
 
 
 def body(*parts: dict[str, Any], **others: Any) -> dict[str, Any]:
-    return {"model": NAME, "messages": [{"role": "user", "content": list(parts)}], "max_tokens": 12, "temperature": 0, **others}
+    return {
+        "model": NAME,
+        "messages": [{"role": "user", "content": list(parts)}],
+        "max_tokens": 12,
+        "temperature": 0,
+        **others,
+    }
 
 
 def answer_of(deployment: Deployment, given: dict[str, Any]) -> str:
@@ -93,22 +101,40 @@ def test_every_api_sees_the_same(seeing: Deployment) -> None:
     chat = seeing.post("/v1/chat/completions", given).json()
     num_tokens, said = chat["usage"]["prompt_tokens"], chat["choices"][0]["message"]["content"]
     assert num_tokens > 13 * 4
-    uploaded = httpx.post(f"{seeing.url()}/v1/files", files={"file": ("a.png", data)}, data={"purpose": "vision"}, trust_env=False).json()
+    uploaded = httpx.post(
+        f"{seeing.url()}/v1/files", files={"file": ("a.png", data)}, data={"purpose": "vision"}, trust_env=False
+    ).json()
     by_file = body(text("What is this? "), {"type": "image_url", "image_url": {"file_id": uploaded["id"]}})
     assert answer_of(seeing, by_file) == said
     client = seeing.client()
-    items: Any = [{"role": "user", "content": [
-        {"type": "input_text", "text": "What is this? "}, {"type": "input_image", "image_url": f"data:image/png;base64,{encoded(data)}"},
-    ]}]  # fmt: skip
+    items: Any = [
+        {
+            "role": "user",
+            "content": [
+                {"type": "input_text", "text": "What is this? "},
+                {"type": "input_image", "image_url": f"data:image/png;base64,{encoded(data)}"},
+            ],
+        }
+    ]
     response = client.responses.create(model=NAME, input=items, max_output_tokens=12, temperature=0)
     assert response.output_text == said and response.usage is not None and response.usage.input_tokens == num_tokens
-    again = client.responses.create(model=NAME, input="And this?", previous_response_id=response.id, max_output_tokens=12, temperature=0)
+    again = client.responses.create(
+        model=NAME, input="And this?", previous_response_id=response.id, max_output_tokens=12, temperature=0
+    )
     assert again.usage is not None and again.usage.input_tokens > num_tokens
-    blocks: Any = [text("What is this? "), {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": encoded(data)}}]
+    blocks: Any = [
+        text("What is this? "),
+        {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": encoded(data)}},
+    ]
     with anthropic.Anthropic(base_url=seeing.url(), api_key="none") as claude:
-        message = claude.messages.create(model=NAME, max_tokens=12, extra_body={"temperature": 0}, messages=[{"role": "user", "content": blocks}])
+        message = claude.messages.create(
+            model=NAME, max_tokens=12, extra_body={"temperature": 0}, messages=[{"role": "user", "content": blocks}]
+        )
         assert message.content[0].type == "text" and message.content[0].text == said
-        assert claude.messages.count_tokens(model=NAME, messages=[{"role": "user", "content": blocks}]).input_tokens == num_tokens
+        assert (
+            claude.messages.count_tokens(model=NAME, messages=[{"role": "user", "content": blocks}]).input_tokens
+            == num_tokens
+        )
     with ollama.Client(seeing.url()) as client_of_ollama:
         asked: Any = [{"role": "user", "content": "What is this? ", "images": [data]}]
         told = client_of_ollama.chat(NAME, asked, options={"temperature": 0, "num_predict": 12})
@@ -136,9 +162,16 @@ def test_answers_depend_on_the_image_and_on_nothing_else(seeing: Deployment, fol
     sizes = [(200, 140), (64, 64), (90, 300), (300, 300)]
     files = [file_of(*sizes[number % 4], number) for number in range(6)]
     questions = [
-        body(text("See: "), image(file), *([image(files[number - 1]), text(" And?")] if number % 2 else []), temperature=1.5, seed=3, ignore_eos=True)
+        body(
+            text("See: "),
+            image(file),
+            *([image(files[number - 1]), text(" And?")] if number % 2 else []),
+            temperature=1.5,
+            seed=3,
+            ignore_eos=True,
+        )
         for number, file in enumerate(files)
-    ]  # fmt: skip
+    ]
     expected = [bytes_of(seeing, question) for question in questions]
     assert len(set(expected)) == len(expected)
     low = bytes_of(seeing, body(text("See: "), image(files[0], detail="low"), temperature=1.5, seed=3, ignore_eos=True))
@@ -161,7 +194,11 @@ def test_answers_depend_on_the_image_and_on_nothing_else(seeing: Deployment, fol
     rng = random.Random(2)
     computes = [name for name in seeing.processes if name.startswith("compute")]
     for turn in range(3):
-        settings = [{"max_batched_tokens": 64, "prefix_caching": False}, {"num_threads": 2, "image_cache": 4096}, {"kv_disk": f"{tmp_path / 'kv'},64MiB"}][turn]
+        settings = [
+            {"max_batched_tokens": 64, "prefix_caching": False},
+            {"num_threads": 2, "image_cache": 4096},
+            {"kv_disk": f"{tmp_path / 'kv'},64MiB"},
+        ][turn]
         found: list[list[str]] = []
         asking = threading.Thread(target=lambda found=found: found.append(ask_all(seeing)))
         asking.start()
@@ -180,29 +217,48 @@ def test_hostile_images_are_one_error_each(seeing: Deployment) -> None:
     picture(8, 8).resize((1, 1)).resize((9000, 9000)).save(black, "PNG")
     vector = b'<svg xmlns="http://www.w3.org/2000/svg" width="9" height="9"><image href="http://127.0.0.1/"/></svg>'
     for data, words in [
-        (black.getvalue(), "megapixels"), (plain[:-200], "can't be read"), (plain[:40], "can be read"), (b"hello", "no image"), (vector, "no image"),
-        (b"%PDF-1.4" + plain, "no image"), (b"x" * (21 << 20), "at most 20 MiB"),
-    ]:  # fmt: skip
+        (black.getvalue(), "megapixels"),
+        (plain[:-200], "can't be read"),
+        (plain[:40], "can be read"),
+        (b"hello", "no image"),
+        (vector, "no image"),
+        (b"%PDF-1.4" + plain, "no image"),
+        (b"x" * (21 << 20), "at most 20 MiB"),
+    ]:
         reply = seeing.post("/v1/chat/completions", body(text("x"), image(data)))
         error = reply.json()["error"]
-        assert (reply.status_code, error["code"], error["param"]) == (400, "invalid_image", "messages[0].content[1].image_url"), reply.text
+        assert (reply.status_code, error["code"], error["param"]) == (
+            400,
+            "invalid_image",
+            "messages[0].content[1].image_url",
+        ), reply.text
         assert words in error["message"], error
-    empty = httpx.post(f"{seeing.url()}/v1/files", files={"file": ("a.png", b"")}, data={"purpose": "vision"}, trust_env=False).json()
+    empty = httpx.post(
+        f"{seeing.url()}/v1/files", files={"file": ("a.png", b"")}, data={"purpose": "vision"}, trust_env=False
+    ).json()
     reply = seeing.post("/v1/chat/completions", body({"type": "image_url", "image_url": {"file_id": empty["id"]}}))
     assert reply.status_code == 400 and "empty" in reply.json()["error"]["message"]
-    broken = {"type": "image_url", "image_url": {"url": "data:image/png;base64," + base64.encodebytes(plain).decode().replace("+", "%2B")}}
-    assert answer_of(seeing, body(text("x"), broken)) == answer_of(seeing, body(text("x"), image(plain))), "lines, and what URLs escape"
+    broken = {
+        "type": "image_url",
+        "image_url": {"url": "data:image/png;base64," + base64.encodebytes(plain).decode().replace("+", "%2B")},
+    }
+    assert answer_of(seeing, body(text("x"), broken)) == answer_of(seeing, body(text("x"), image(plain))), (
+        "lines, and what URLs escape"
+    )
     polyglot = plain + b"PK\x03\x04 and a zip behind it"
     assert answer_of(seeing, body(text("x"), image(polyglot)))
     for parts, words in [
-        ([image(plain)] * 65, "at most 64 images"), ([image(b"x")] * 5000, "parts"), ([image(b"")], "empty"),
+        ([image(plain)] * 65, "at most 64 images"),
+        ([image(b"x")] * 5000, "parts"),
+        ([image(b"")], "empty"),
         ([{"type": "image_url", "image_url": {"url": "data:image/png;base64,§"}}], "base64"),
         ([{"type": "image_url", "image_url": {"url": "data:image/png,abc"}}], "data URL"),
         ([{"type": "image_url", "image_url": {"url": "http://169.254.169.254/latest"}}], "not fetched from this host"),
         ([{"type": "image_url", "image_url": {"url": "file:///etc/passwd"}}], "data URL"),
         ([{"type": "image_url", "image_url": {"file_id": "file-" + 24 * "0"}}], "No such File"),
-        ([{"type": "image_url", "image_url": {"url": "x", "detail": "huge"}}], "detail"), ([{"type": "image_url"}], "url"),
-    ]:  # fmt: skip
+        ([{"type": "image_url", "image_url": {"url": "x", "detail": "huge"}}], "detail"),
+        ([{"type": "image_url"}], "url"),
+    ]:
         reply = seeing.post("/v1/chat/completions", body(*parts))
         assert reply.status_code in (400, 404) and words in reply.json()["error"]["message"], reply.text
     token = body(text("<image> is a word"), image(plain))
@@ -222,7 +278,10 @@ def test_encoder_stages_make_the_same_embeddings_and_may_die(seeing: Deployment)
         seeing.wait_live(seeing.start("compute", name))
         wait_until(lambda: seeing.get("/ready").status_code == 200, description="the gateway knows of it")
 
-    questions = [body(text("See: "), image(file_of(300, 200 + number, 50 + number)), text("?"), ignore_eos=True) for number in range(4)]
+    questions = [
+        body(text("See: "), image(file_of(300, 200 + number, 50 + number)), text("?"), ignore_eos=True)
+        for number in range(4)
+    ]
     expected = [bytes_of(seeing, question) for question in questions]
     encoders = [seeing.start("encoder", f"encoder-{number}") for number in range(2)]
     seeing.wait_live(*encoders)
@@ -250,7 +309,9 @@ def check_that_who_leaves_takes_no_image_along(seeing: Deployment, encoders: lis
         os.kill(seeing.processes[name].pid, signal.SIGSTOP)
     found: list[str] = []
     leaver = http.client.HTTPConnection(seeing.url().removeprefix("http://"))
-    leaver.request("POST", "/v1/chat/completions", json.dumps(question | {"stream": True}), {"Content-Type": "application/json"})
+    leaver.request(
+        "POST", "/v1/chat/completions", json.dumps(question | {"stream": True}), {"Content-Type": "application/json"}
+    )
     with seeing.redis() as client:
         wait_until(lambda: bool(client.keys("images-wanted:*")), description="the image is asked for")
         asking = threading.Thread(target=lambda: found.append(bytes_of(seeing, question)))
@@ -268,7 +329,9 @@ def test_a_request_whose_image_is_gone_says_so(seeing: Deployment) -> None:
     [compute] = [name for name in seeing.processes if name.startswith("compute")][-1:]
     seeing.kill(compute)
     replies: list[httpx.Response] = []
-    asking = threading.Thread(target=lambda: replies.append(seeing.post("/v1/chat/completions", body(text("x"), image(file_of(80, 80, 77))))))
+    asking = threading.Thread(
+        target=lambda: replies.append(seeing.post("/v1/chat/completions", body(text("x"), image(file_of(80, 80, 77)))))
+    )
     asking.start()
     with seeing.redis() as client:
         wait_until(lambda: bool(client.keys("images:*")), description="the image is there")

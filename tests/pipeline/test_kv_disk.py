@@ -1,4 +1,6 @@
-"""The prefix cache's file behind a whole pipeline: it outlives its process, another replica reads it, and no byte of an answer depends on it."""
+"""The prefix cache's file behind a whole pipeline: it outlives its process, another replica reads
+it, and no byte of an answer depends on it.
+"""
 
 import os
 import random
@@ -15,7 +17,14 @@ TEXT = " ".join(f"word {number % 37} of {number}." for number in range(40))
 
 def ask(deployment: Deployment, question: str, seed: int) -> tuple[str, int]:
     """The answer, and how many tokens of the prompt were found."""
-    body = {"model": "penstock-demo", "prompt": f"{TEXT} {question}", "max_tokens": 30, "seed": seed, "temperature": 1.0, "ignore_eos": True}
+    body = {
+        "model": "penstock-demo",
+        "prompt": f"{TEXT} {question}",
+        "max_tokens": 30,
+        "seed": seed,
+        "temperature": 1.0,
+        "ignore_eos": True,
+    }
     reply = deployment.post("/v1/completions", body)
     assert reply.status_code == 200, reply.text
     answer: dict[str, Any] = reply.json()
@@ -36,7 +45,7 @@ def wait_ready(deployment: Deployment, compute: str) -> None:
 )
 def test_a_killed_replica_s_prefixes_are_found_again_and_broken_ones_are_computed(
     deployment: Deployment, tmp_path: Path, sizes: tuple[int, int], num_files: int
-) -> None:  # fmt: skip
+) -> None:
     """Each rank of a group keeps its part; if one lacks a block, all compute it."""
     place, questions = tmp_path / "kv", [f"Question {number}?" for number in range(4)]
     settings = {"kv_disk": f"{place},64MiB", "tensor_parallel_size": sizes[0], "pipeline_parallel_size": sizes[1]}
@@ -77,7 +86,11 @@ def test_a_replica_reads_what_another_wrote(deployment: Deployment, tmp_path: Pa
     assert again == text and num_cached > 200
 
     def num_read() -> float:
-        lines = [line for line in deployment.get("/metrics").text.splitlines() if line.startswith("penstock_kv_disk_tokens_total") and "reader" in line]
+        lines = [
+            line
+            for line in deployment.get("/metrics").text.splitlines()
+            if line.startswith("penstock_kv_disk_tokens_total") and "reader" in line
+        ]
         return sum(float(line.split()[-1]) for line in lines)
 
     wait_until(lambda: num_read() > 200, description="the tokens that were read are counted")

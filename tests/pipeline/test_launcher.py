@@ -1,4 +1,6 @@
-"""The launcher is killed: what it started ends by itself, in order, nothing is lost, and the next launcher goes on from the logs."""
+"""The launcher is killed: what it started ends by itself, in order, nothing is lost, and the next
+launcher goes on from the logs.
+"""
 
 import json
 import os
@@ -17,7 +19,15 @@ from tests.deployment import free_port
 from tests.pipeline.up import Up
 from tests.waiting import wait_until
 
-BODY = {"model": "penstock-demo", "prompt": "The", "max_tokens": 400, "temperature": 0.9, "seed": 7, "ignore_eos": True, "stream": True}
+BODY = {
+    "model": "penstock-demo",
+    "prompt": "The",
+    "max_tokens": 400,
+    "temperature": 0.9,
+    "seed": 7,
+    "ignore_eos": True,
+    "stream": True,
+}
 BODY["stream_options"] = {"include_position": True}
 FLAGS = ("--dtype", "float32")
 
@@ -85,8 +95,21 @@ def check_that_its_redis_is_named(up: Up, redis: psutil.Process) -> None:
         redis.send_signal(signal.SIGSTOP)
         up.process.kill()
         up.process.wait()
-        code = "import sys; from services.operator import cli, lifeline; lifeline.REST_TIMEOUT_S = 1.0; sys.exit(cli.main())"
-        arguments = ["up", "--model", "demo", "--port", str(free_port()), "--data-dir", str(up.data_dir), "--log-level", "error"]
+        code = (
+            "import sys; from services.operator import cli, lifeline; lifeline.REST_TIMEOUT_S = 1.0; "
+            "sys.exit(cli.main())"
+        )
+        arguments = [
+            "up",
+            "--model",
+            "demo",
+            "--port",
+            str(free_port()),
+            "--data-dir",
+            str(up.data_dir),
+            "--log-level",
+            "error",
+        ]
         second = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, timeout=120)
         assert second.returncode == 2
         assert f"redis (process {redis.pid})" in second.stderr and len(second.stderr.splitlines()) == 1, second.stderr
@@ -106,7 +129,13 @@ shared.wire.stage.run_stage(lambda: time.sleep(60))
 """
     reader, writer = os.pipe()
     command = [sys.executable, "-c", code]
-    process = subprocess.Popen(command, env={**os.environ, LIFELINE: str(reader)}, pass_fds=(reader,), stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    process = subprocess.Popen(
+        command,
+        env={**os.environ, LIFELINE: str(reader)},
+        pass_fds=(reader,),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
     os.close(reader)
     assert process.stdout is not None and process.stdout.readline() == b"up\n"
     os.close(writer)  # what the kernel does when the launcher dies

@@ -12,7 +12,9 @@ PROMPT = "What is Penstock?"
 
 
 def tokens_of(demo: Deployment, text: str) -> list[int]:
-    found: list[int] = demo.post("/tokenize", {"model": MODEL, "prompt": text, "add_special_tokens": False}).json()["tokens"]
+    found: list[int] = demo.post("/tokenize", {"model": MODEL, "prompt": text, "add_special_tokens": False}).json()[
+        "tokens"
+    ]
     return found
 
 
@@ -39,7 +41,12 @@ def test_a_completion_is_that_of_openais_api_in_other_words(demo: Deployment) ->
 
 def test_a_stream_says_the_same_and_ends_without_done(demo: Deployment) -> None:
     whole = complete(demo, prompt=PROMPT)
-    with httpx.stream("POST", f"{demo.url()}/completion", timeout=60, json={"prompt": PROMPT, "n_predict": 12, "temperature": 0, "stream": True}) as reply:
+    with httpx.stream(
+        "POST",
+        f"{demo.url()}/completion",
+        timeout=60,
+        json={"prompt": PROMPT, "n_predict": 12, "temperature": 0, "stream": True},
+    ) as reply:
         lines = [line.removeprefix("data: ") for line in reply.iter_lines() if line.startswith("data: ")]
     chunks = [json.loads(line) for line in lines]
     assert "".join(each["content"] for each in chunks) == whole["content"]
@@ -72,7 +79,9 @@ def test_biases_name_tokens_by_id_or_by_text(demo: Deployment) -> None:
     for biases in ([[never, False]], [[never, -100.0]], {str(never): -100.0}):
         assert complete(demo, prompt=PROMPT, return_tokens=True, logit_bias=biases)["tokens"][0] != never
     [wanted, *_] = tokens_of(demo, " turbine")
-    assert complete(demo, prompt=PROMPT, return_tokens=True, logit_bias=[[" turbine", 100.0]])["tokens"][0] in tokens_of(demo, " turbine"), wanted
+    assert complete(demo, prompt=PROMPT, return_tokens=True, logit_bias=[[" turbine", 100.0]])["tokens"][
+        0
+    ] in tokens_of(demo, " turbine"), wanted
 
 
 @pytest.mark.parametrize("how", [{"grammar": 'root ::= "yes" | "no"'}, {"json_schema": {"enum": ["yes", "no"]}}])
@@ -97,7 +106,10 @@ def test_embeddings_and_the_lists_without_v1(demo: Deployment) -> None:
     assert demo.post("/embedding", {"content": PROMPT}).json() == [{"index": 0, "embedding": [known]}]
     assert demo.get("/models").json() == demo.get("/v1/models").json()
     chat = {"model": MODEL, "messages": [{"role": "user", "content": PROMPT}], "temperature": 0, "max_tokens": 8}
-    assert demo.post("/chat/completions", chat).json()["choices"] == demo.post("/v1/chat/completions", chat).json()["choices"]
+    assert (
+        demo.post("/chat/completions", chat).json()["choices"]
+        == demo.post("/v1/chat/completions", chat).json()["choices"]
+    )
 
 
 @pytest.mark.parametrize(
@@ -117,6 +129,8 @@ def test_embeddings_and_the_lists_without_v1(demo: Deployment) -> None:
         ("/v1/fim/completions", {"prompt": "a"}, 400, "model"),
     ],
 )
-def test_what_is_wrong_is_named_as_llamacpps_clients_know_it(path: str, body: dict[str, Any], status: int, param: str, demo: Deployment) -> None:
+def test_what_is_wrong_is_named_as_llamacpps_clients_know_it(
+    path: str, body: dict[str, Any], status: int, param: str, demo: Deployment
+) -> None:
     reply = demo.post(path, body)
     assert (reply.status_code, reply.json()["error"]["param"]) == (status, param), reply.text

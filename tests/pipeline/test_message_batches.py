@@ -23,7 +23,10 @@ def client(demo: Deployment) -> Iterator[anthropic.Anthropic]:
 
 
 def asked(custom_id: str, **more: Any) -> Any:
-    return {"custom_id": custom_id, "params": {"model": MODEL, "max_tokens": 100, "messages": QUESTION, "temperature": 0} | more}
+    return {
+        "custom_id": custom_id,
+        "params": {"model": MODEL, "max_tokens": 100, "messages": QUESTION, "temperature": 0} | more,
+    }
 
 
 def ended(client: anthropic.Anthropic, batch_id: str) -> Any:
@@ -35,16 +38,34 @@ def ended(client: anthropic.Anthropic, batch_id: str) -> Any:
 
 
 def test_a_batch_of_messages_is_answered_and_each_request_has_its_result(client: anthropic.Anthropic) -> None:
-    requests = [asked("good"), asked("bad", temperature=-1), asked("absent", model="claude"), asked("long", max_tokens=32_000)]
+    requests = [
+        asked("good"),
+        asked("bad", temperature=-1),
+        asked("absent", model="claude"),
+        asked("long", max_tokens=32_000),
+    ]
     made = client.messages.batches.create(requests=requests)
-    assert (made.type, made.request_counts.processing, made.results_url) == ("message_batch", 4, None) and made.id.startswith("msgbatch_")
+    assert (made.type, made.request_counts.processing, made.results_url) == (
+        "message_batch",
+        4,
+        None,
+    ) and made.id.startswith("msgbatch_")
     batch = ended(client, made.id)
     counts = batch.request_counts
-    assert (counts.succeeded, counts.errored, counts.processing, counts.canceled, counts.expired) == (2, 2, 0, 0, 0) and batch.ended_at
+    assert (counts.succeeded, counts.errored, counts.processing, counts.canceled, counts.expired) == (
+        2,
+        2,
+        0,
+        0,
+        0,
+    ) and batch.ended_at
     found = {each.custom_id: each.result for each in client.messages.batches.results(made.id)}
     assert found["good"].type == "succeeded" and found["good"].message.content[0].text == ANSWER
     assert found["good"].message.stop_reason == "end_turn" and found["long"].type == "succeeded"
-    assert (found["bad"].type, found["bad"].error.error.type) == ("errored", "invalid_request_error") and "temperature" in found["bad"].error.error.message
+    assert (found["bad"].type, found["bad"].error.error.type) == (
+        "errored",
+        "invalid_request_error",
+    ) and "temperature" in found["bad"].error.error.message
     assert found["absent"].error.error.type == "not_found_error"
 
 

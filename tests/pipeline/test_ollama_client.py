@@ -51,10 +51,26 @@ def test_generate_renders_a_chat_unless_it_is_raw(demo: Deployment, client: olla
 
 
 def test_options_are_the_chat_s(demo: Deployment, client: ollama.Client) -> None:
-    options = {"temperature": 1.5, "top_k": 0, "top_p": 1.0, "seed": 7, "num_predict": 12, "repeat_penalty": 1.1, "stop": ["zzz"]}
-    more: Any = {"temperature": 1.5, "seed": 7, "max_tokens": 12, "stop": ["zzz"], "extra_body": {"repetition_penalty": 1.1}}
+    options = {
+        "temperature": 1.5,
+        "top_k": 0,
+        "top_p": 1.0,
+        "seed": 7,
+        "num_predict": 12,
+        "repeat_penalty": 1.1,
+        "stop": ["zzz"],
+    }
+    more: Any = {
+        "temperature": 1.5,
+        "seed": 7,
+        "max_tokens": 12,
+        "stop": ["zzz"],
+        "extra_body": {"repetition_penalty": 1.1},
+    }
     same = demo.client().chat.completions.create(model=MODEL, messages=QUESTION, **more)
-    assert client.chat(model=MODEL, messages=QUESTION, options=options).message.content == same.choices[0].message.content
+    assert (
+        client.chat(model=MODEL, messages=QUESTION, options=options).message.content == same.choices[0].message.content
+    )
     stopped = client.chat(model=MODEL, messages=QUESTION, options=GREEDY | {"stop": ["pipeline of"]})
     assert stopped.message.content == ANSWER.partition("pipeline of")[0]
 
@@ -62,16 +78,27 @@ def test_options_are_the_chat_s(demo: Deployment, client: ollama.Client) -> None
 @pytest.mark.parametrize(
     "options",
     [
-        {"temperature": 2, "top_p": 0}, {"temperature": 2, "top_p": -1}, {"temperature": -1, "min_p": -1, "top_k": -7, "repeat_penalty": 0},
+        {"temperature": 2, "top_p": 0},
+        {"temperature": 2, "top_p": -1},
+        {"temperature": -1, "min_p": -1, "top_k": -7, "repeat_penalty": 0},
         {"temperature": 0, "num_predict": 900.0, "seed": 7.0, "num_ctx": 2048.0},
     ],
-)  # fmt: skip
+)
 def test_numbers_mean_what_they_mean_to_ollama(client: ollama.Client, options: dict[str, Any]) -> None:
     assert client.chat(model=MODEL, messages=QUESTION, options=options).message.content == ANSWER
 
 
 def test_a_template_of_ollama_s_is_passed_over_and_named(demo: Deployment) -> None:
-    reply = demo.post("/api/generate", {"model": MODEL, "prompt": "What is Penstock?", "template": "{{ .Prompt }}", "stream": False, "options": GREEDY})
+    reply = demo.post(
+        "/api/generate",
+        {
+            "model": MODEL,
+            "prompt": "What is Penstock?",
+            "template": "{{ .Prompt }}",
+            "stream": False,
+            "options": GREEDY,
+        },
+    )
     assert reply.json()["response"] == ANSWER and "template" in reply.headers["X-Penstock-Ignored"].split(", ")
 
 
@@ -103,35 +130,58 @@ def test_a_format_and_offered_tools_are_the_chat_s(client: ollama.Client) -> Non
     for stream in (False, True):
         options = {"temperature": 1.2, "top_k": 0, "top_p": 1.0, "seed": 5, "num_predict": 900}
         parts: Any = client.chat(model=MODEL, messages=QUESTION, format=schema, options=options, stream=stream)
-        jsonschema.validate(json.loads("".join(part.message.content for part in parts) if stream else parts.message.content), schema)
-    plain = client.chat(model=MODEL, messages=QUESTION, tools=[{"type": "function", "function": {"name": "look"}}], options=GREEDY | {"num_predict": 8})
+        jsonschema.validate(
+            json.loads("".join(part.message.content for part in parts) if stream else parts.message.content), schema
+        )
+    plain = client.chat(
+        model=MODEL,
+        messages=QUESTION,
+        tools=[{"type": "function", "function": {"name": "look"}}],
+        options=GREEDY | {"num_predict": 8},
+    )
     assert plain.message.content and not plain.message.tool_calls
 
 
 def test_models_are_listed_and_shown(demo: Deployment, client: ollama.Client) -> None:
     [listed], [running] = client.list().models, client.ps().models
     assert listed.model == running.model == MODEL
-    assert listed.digest == running.digest and re.fullmatch("[0-9a-f]{64}", listed.digest or ""), "Ollama's command line fails at less"
+    assert listed.digest == running.digest and re.fullmatch("[0-9a-f]{64}", listed.digest or ""), (
+        "Ollama's command line fails at less"
+    )
     shown = client.show(MODEL)
     meta = demo.get("/v1/models").json()["data"][0]["meta"]
     assert listed.size == running.size == meta["size"] > 100_000
     for details in (listed.details, running.details, shown.details):
-        assert details is not None and (details.family, details.families, details.format, details.quantization_level) == (
+        assert details is not None and (
+            details.family,
+            details.families,
+            details.format,
+            details.quantization_level,
+        ) == (
             "llama",
             ["llama"],
             "safetensors",
             "BF16",
         )
         assert details.parameter_size == rounded(meta["n_params"])
-    assert (shown.modelinfo["general.architecture"], shown.modelinfo["general.parameter_count"]) == ("llama", meta["n_params"])
+    assert (shown.modelinfo["general.architecture"], shown.modelinfo["general.parameter_count"]) == (
+        "llama",
+        meta["n_params"],
+    )
     assert shown.modelinfo["llama.context_length"] == 1024 and shown.capabilities == ["completion", "tools"]
-    assert demo.post("/api/show", {"model": "", "name": MODEL}).json() == demo.post("/api/show", {"model": MODEL}).json(), "as older clients say it"
-    assert demo.post("/api/show", {"model": ""}).json() == demo.post("/api/show", {"model": MODEL}).json(), "the only one"
+    assert (
+        demo.post("/api/show", {"model": "", "name": MODEL}).json() == demo.post("/api/show", {"model": MODEL}).json()
+    ), "as older clients say it"
+    assert demo.post("/api/show", {"model": ""}).json() == demo.post("/api/show", {"model": MODEL}).json(), (
+        "the only one"
+    )
     assert demo.get("/api/version").json()["version"]
     assert client.generate(model=MODEL).done_reason == "load"
 
 
-@pytest.mark.parametrize(("count", "words"), [(7_241_732_096, "7.2B"), (134_515_008, "134.52M"), (81_000, "81K"), (7, "7")])
+@pytest.mark.parametrize(
+    ("count", "words"), [(7_241_732_096, "7.2B"), (134_515_008, "134.52M"), (81_000, "81K"), (7, "7")]
+)
 def test_parameters_are_counted_in_ollama_s_words(count: int, words: str) -> None:
     assert rounded(count) == words
 
@@ -140,7 +190,9 @@ def test_embeddings_are_openai_s(demo: Deployment, client: ollama.Client) -> Non
     texts = ["What is Penstock?", "The"]
     same = demo.client().embeddings.create(model=MODEL, input=texts)
     reply = client.embed(model=f"{MODEL}:latest", input=texts)
-    assert [np.float32(vector).tolist() for vector in reply.embeddings] == [np.float32(each.embedding).tolist() for each in same.data]
+    assert [np.float32(vector).tolist() for vector in reply.embeddings] == [
+        np.float32(each.embedding).tolist() for each in same.data
+    ]
     assert reply.prompt_eval_count == same.usage.prompt_tokens and reply.total_duration > 0
     one = np.array(client.embeddings(model=MODEL, prompt="The").embedding)
     assert np.allclose(one / np.linalg.norm(one), same.data[1].embedding, atol=1e-6)
@@ -171,21 +223,32 @@ def test_other_errors_have_the_shape_too(demo: Deployment, client: ollama.Client
 
 def test_a_conversation_with_calls_keeps_their_order() -> None:
     calls = [{"function": {"name": name, "arguments": {"at": "here"}}} for name in ("weather", "time")]
-    messages = read_messages([
-        {"role": "assistant", "content": "", "thinking": "Hm.", "tool_calls": calls},
-        {"role": "tool", "content": "rain", "tool_name": "weather"},
-        {"role": "tool", "content": "noon", "tool_name": "time"},
-    ])  # fmt: skip
-    assert [call["id"] for call in messages[0]["tool_calls"]] == ["call_0_0", "call_0_1"] == [message["tool_call_id"] for message in messages[1:]]
-    assert messages[0]["reasoning_content"] == "Hm." and messages[0]["tool_calls"][0]["function"]["arguments"] == '{"at":"here"}'
+    messages = read_messages(
+        [
+            {"role": "assistant", "content": "", "thinking": "Hm.", "tool_calls": calls},
+            {"role": "tool", "content": "rain", "tool_name": "weather"},
+            {"role": "tool", "content": "noon", "tool_name": "time"},
+        ]
+    )
+    assert (
+        [call["id"] for call in messages[0]["tool_calls"]]
+        == ["call_0_0", "call_0_1"]
+        == [message["tool_call_id"] for message in messages[1:]]
+    )
+    assert (
+        messages[0]["reasoning_content"] == "Hm."
+        and messages[0]["tool_calls"][0]["function"]["arguments"] == '{"at":"here"}'
+    )
 
 
 def test_calls_that_have_ids_keep_them() -> None:
     calls = [{"id": each, "function": {"name": "weather", "arguments": {}}} for each in ("one", "two")]
-    messages = read_messages([
-        {"role": "assistant", "tool_calls": calls},
-        {"role": "tool", "content": "rain", "tool_call_id": "two"},
-        {"role": "tool", "content": "snow"},
-    ])  # fmt: skip
+    messages = read_messages(
+        [
+            {"role": "assistant", "tool_calls": calls},
+            {"role": "tool", "content": "rain", "tool_call_id": "two"},
+            {"role": "tool", "content": "snow"},
+        ]
+    )
     assert [call["id"] for call in messages[0]["tool_calls"]] == ["one", "two"]
     assert [message["tool_call_id"] for message in messages[1:]] == ["two", "one"]

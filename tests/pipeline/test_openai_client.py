@@ -9,7 +9,8 @@ import pytest
 from tests.deployment import MODEL, Deployment
 
 ANSWER = (
-    "Penstock is a server for large language models. It runs as a pipeline of separate processes, a gateway, a tokenizer, "
+    "Penstock is a server for large language models. It runs as a pipeline of separate processes, a gateway, a "
+    "tokenizer, "
     "a compute stage and a sampler, joined by Redis Streams."
 )
 QUESTION = [{"role": "user", "content": "What is Penstock?"}]
@@ -27,13 +28,22 @@ def test_a_chat_is_answered_and_ends_its_turn(demo: Deployment) -> None:
 
 def test_an_answer_goes_back_as_the_client_has_it(demo: Deployment) -> None:
     messages: list[Any] = [*QUESTION]
-    messages.append(demo.client().chat.completions.create(model=MODEL, messages=QUESTION, temperature=0).choices[0].message)
+    messages.append(
+        demo.client().chat.completions.create(model=MODEL, messages=QUESTION, temperature=0).choices[0].message
+    )
     messages.append({"role": "user", "content": "And then?"})
-    assert demo.client().chat.completions.create(model=MODEL, messages=messages, temperature=0, max_tokens=3).choices[0].message.content
+    assert (
+        demo.client()
+        .chat.completions.create(model=MODEL, messages=messages, temperature=0, max_tokens=3)
+        .choices[0]
+        .message.content
+    )
 
 
 def test_a_stream_says_the_same_role_first_and_usage_last(demo: Deployment) -> None:
-    stream = demo.client().chat.completions.create(model=MODEL, messages=QUESTION, temperature=0, stream=True, stream_options={"include_usage": True})
+    stream = demo.client().chat.completions.create(
+        model=MODEL, messages=QUESTION, temperature=0, stream=True, stream_options={"include_usage": True}
+    )
     chunks = list(stream)
     assert chunks[0].choices[0].delta.role == "assistant"
     assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices) == ANSWER
@@ -44,7 +54,9 @@ def test_a_stream_says_the_same_role_first_and_usage_last(demo: Deployment) -> N
 
 
 def test_max_tokens_ends_with_length(demo: Deployment) -> None:
-    reply = demo.client().chat.completions.create(model=MODEL, messages=QUESTION, temperature=0, max_completion_tokens=3)
+    reply = demo.client().chat.completions.create(
+        model=MODEL, messages=QUESTION, temperature=0, max_completion_tokens=3
+    )
     assert reply.choices[0].message.content == "Penstock is a"
     assert reply.choices[0].finish_reason == "length"
 
@@ -62,14 +74,18 @@ def test_n_choices_are_reproducible_from_a_seed_and_differ_from_each_other(demo:
 
 
 def test_a_choice_is_the_same_alone_and_among_others(demo: Deployment) -> None:
-    both = demo.client().completions.create(model=MODEL, prompt=["The", "A token"], temperature=1.3, seed=5, max_tokens=10, n=2)
+    both = demo.client().completions.create(
+        model=MODEL, prompt=["The", "A token"], temperature=1.3, seed=5, max_tokens=10, n=2
+    )
     alone = demo.client().completions.create(model=MODEL, prompt="A token", temperature=1.3, seed=5, max_tokens=10, n=2)
     assert [choice.text for choice in both.choices[2:]] == [choice.text for choice in alone.choices]
 
 
 def test_stop_strings_end_the_answer_and_never_leak(demo: Deployment) -> None:
     parts = []
-    stream = demo.client().chat.completions.create(model=MODEL, messages=QUESTION, temperature=0, stop=["pipeline of", "xyz"], stream=True)
+    stream = demo.client().chat.completions.create(
+        model=MODEL, messages=QUESTION, temperature=0, stop=["pipeline of", "xyz"], stream=True
+    )
     finish = None
     for chunk in stream:
         parts.append(chunk.choices[0].delta.content or "")
@@ -81,20 +97,28 @@ def test_stop_strings_end_the_answer_and_never_leak(demo: Deployment) -> None:
 
 def test_stop_token_ids_and_ignore_eos(demo: Deployment) -> None:
     client = demo.client()
-    plain = client.completions.create(model=MODEL, prompt="Penstock is", temperature=0, max_tokens=60, extra_body={"ignore_eos": True})
+    plain = client.completions.create(
+        model=MODEL, prompt="Penstock is", temperature=0, max_tokens=60, extra_body={"ignore_eos": True}
+    )
     assert plain.choices[0].finish_reason == "length"
     assert plain.usage is not None and plain.usage.completion_tokens == 60
-    stopped = client.completions.create(model=MODEL, prompt="Penstock is", temperature=0, max_tokens=60, extra_body={"stop_token_ids": [18]})
+    stopped = client.completions.create(
+        model=MODEL, prompt="Penstock is", temperature=0, max_tokens=60, extra_body={"stop_token_ids": [18]}
+    )
     assert stopped.choices[0].finish_reason == "stop"
 
 
 def test_min_tokens_keeps_the_answer_going(demo: Deployment) -> None:
-    reply = demo.client().chat.completions.create(model=MODEL, messages=QUESTION, temperature=0, max_tokens=80, extra_body={"min_tokens": 70})
+    reply = demo.client().chat.completions.create(
+        model=MODEL, messages=QUESTION, temperature=0, max_tokens=80, extra_body={"min_tokens": 70}
+    )
     assert reply.usage is not None and reply.usage.completion_tokens >= 70
 
 
 def test_chat_logprobs_belong_to_the_text(demo: Deployment) -> None:
-    reply = demo.client().chat.completions.create(model=MODEL, messages=QUESTION, temperature=0, max_tokens=5, logprobs=True, top_logprobs=3)
+    reply = demo.client().chat.completions.create(
+        model=MODEL, messages=QUESTION, temperature=0, max_tokens=5, logprobs=True, top_logprobs=3
+    )
     logprobs = reply.choices[0].logprobs
     assert logprobs is not None and logprobs.content is not None
     assert "".join(entry.token for entry in logprobs.content) == reply.choices[0].message.content
@@ -121,8 +145,12 @@ def test_completion_logprobs_echo_and_token_ids(demo: Deployment) -> None:
 def test_penalties_and_bias_change_the_answer(demo: Deployment) -> None:
     client = demo.client()
     plain = client.completions.create(model=MODEL, prompt="The", temperature=0, max_tokens=30)
-    penalized = client.completions.create(model=MODEL, prompt="The", temperature=0, max_tokens=30, frequency_penalty=2, presence_penalty=2)
-    repeated = client.completions.create(model=MODEL, prompt="The", temperature=0, max_tokens=30, extra_body={"repetition_penalty": 3.0})
+    penalized = client.completions.create(
+        model=MODEL, prompt="The", temperature=0, max_tokens=30, frequency_penalty=2, presence_penalty=2
+    )
+    repeated = client.completions.create(
+        model=MODEL, prompt="The", temperature=0, max_tokens=30, extra_body={"repetition_penalty": 3.0}
+    )
     biased = client.completions.create(model=MODEL, prompt="The", temperature=0, max_tokens=3, logit_bias={"40": 100})
     assert plain.choices[0].text not in (penalized.choices[0].text, repeated.choices[0].text)
     assert biased.choices[0].text == "DDD"  # token 40 is D
@@ -169,7 +197,9 @@ def test_64_requests_at_once_are_all_right(demo: Deployment) -> None:
                 if number % 2:
                     reply = await client.chat.completions.create(model=MODEL, messages=QUESTION, temperature=0)
                     return reply.choices[0].message.content or ""
-                stream = await client.chat.completions.create(model=MODEL, messages=QUESTION, temperature=0, stream=True)
+                stream = await client.chat.completions.create(
+                    model=MODEL, messages=QUESTION, temperature=0, stream=True
+                )
                 return "".join([chunk.choices[0].delta.content or "" async for chunk in stream])
 
             return await asyncio.gather(*(ask(number) for number in range(64)))

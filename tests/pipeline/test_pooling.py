@@ -1,4 +1,6 @@
-"""Scores, reranking, classification and vectors of conversations: of a decoder, and of models with a classification head."""
+"""Scores, reranking, classification and vectors of conversations: of a decoder, and of models with
+a classification head.
+"""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,7 +22,9 @@ QUERY, DOCUMENTS = "What is a turbine?", ["A turbine turns.", "Bread is baked.",
 
 
 def vectors(demo: Deployment, texts: list[str]) -> Any:
-    return np.array([each["embedding"] for each in demo.post("/v1/embeddings", {"model": MODEL, "input": texts}).json()["data"]])
+    return np.array(
+        [each["embedding"] for each in demo.post("/v1/embeddings", {"model": MODEL, "input": texts}).json()["data"]]
+    )
 
 
 @pytest.mark.parametrize("names", [("text_1", "text_2"), ("queries", "documents")])
@@ -43,19 +47,25 @@ def test_no_score_is_above_one() -> None:
 
 def test_reranked_documents_come_best_first(demo: Deployment) -> None:
     expected = vectors(demo, DOCUMENTS) @ vectors(demo, [QUERY])[0]
-    whole = demo.post("/v2/rerank", {"model": MODEL, "query": QUERY, "documents": [{"text": each} for each in DOCUMENTS]}).json()
+    whole = demo.post(
+        "/v2/rerank", {"model": MODEL, "query": QUERY, "documents": [{"text": each} for each in DOCUMENTS]}
+    ).json()
     assert [each["index"] for each in whole["results"]] == np.argsort(-expected).tolist()
     for each in whole["results"]:
         assert each["document"]["text"] == DOCUMENTS[each["index"]]
         assert np.isclose(each["relevance_score"], expected[each["index"]], atol=1e-6)
-    best = demo.post("/rerank", {"model": MODEL, "query": QUERY, "documents": DOCUMENTS, "top_n": 1, "return_documents": False}).json()
+    best = demo.post(
+        "/rerank", {"model": MODEL, "query": QUERY, "documents": DOCUMENTS, "top_n": 1, "return_documents": False}
+    ).json()
     assert best["results"] == [{name: whole["results"][0][name] for name in ("index", "relevance_score")}]
     assert best["usage"]["total_tokens"] == whole["usage"]["total_tokens"] > 0
 
 
 def test_a_conversation_is_embedded_as_its_template_renders_it(demo: Deployment) -> None:
     messages = [{"role": "user", "content": QUERY}]
-    prompt = demo.post("/tokenize", {"model": MODEL, "messages": messages, "add_generation_prompt": False}).json()["tokens"]
+    prompt = demo.post("/tokenize", {"model": MODEL, "messages": messages, "add_generation_prompt": False}).json()[
+        "tokens"
+    ]
     of_tokens = demo.post("/v1/embeddings", {"model": MODEL, "input": prompt}).json()
     of_messages = demo.post("/v1/embeddings", {"model": MODEL, "messages": messages}).json()
     assert of_messages["data"] == of_tokens["data"] and of_messages["usage"]["prompt_tokens"] == len(prompt)
@@ -109,7 +119,9 @@ def serving(demo: Deployment, folder: Path) -> Iterator[Deployment]:
     names = [demo.start(stage, model=folder, dtype="float32") for stage in ("tokenizer", "compute", "sampler")]
     demo.wait_live(*names)
     asked = {"model": folder.name, "input": "w1"}
-    wait_until(lambda: demo.post("/v1/embeddings", asked).status_code not in (404, 503), description="the gateway knows of it")
+    wait_until(
+        lambda: demo.post("/v1/embeddings", asked).status_code not in (404, 503), description="the gateway knows of it"
+    )
     yield demo
     for name in names:
         assert demo.terminate(name) == 0
@@ -128,7 +140,9 @@ def check_classes(deployment: Deployment, model: Any) -> None:
         expected = logits(model, text).softmax(0)
         assert np.allclose(each["probs"], expected, atol=1e-5) and each["num_classes"] == 3
         assert each["label"] == f"LABEL_{int(expected.argmax())}"
-    raw = deployment.post("/classify", {"model": "classifier", "input": texts[0], "use_activation": False}).json()["data"][0]
+    raw = deployment.post("/classify", {"model": "classifier", "input": texts[0], "use_activation": False}).json()[
+        "data"
+    ][0]
     assert np.allclose(raw["probs"], logits(model, texts[0]), atol=1e-5)
     refused = deployment.post("/score", {"model": "classifier", "text_1": "w1", "text_2": "w2"})
     assert refused.status_code == 400 and refused.json()["error"]["code"] == "model_not_supported"
@@ -145,9 +159,13 @@ def check_scores(deployment: Deployment, model: Any) -> None:
     expected = [float(logits(model, query, each).sigmoid()) for each in documents]
     reply = deployment.post("/v1/score", {"model": "reranker", "text_1": query, "text_2": documents}).json()
     assert np.allclose([each["score"] for each in reply["data"]], expected, atol=1e-5)
-    ranked = deployment.post("/v1/rerank", {"model": "reranker", "query": query, "documents": documents}).json()["results"]
+    ranked = deployment.post("/v1/rerank", {"model": "reranker", "query": query, "documents": documents}).json()[
+        "results"
+    ]
     assert [each["index"] for each in ranked] == np.argsort(-np.array(expected)).tolist()
     long = {"model": "reranker", "query": query, "documents": ["w7 " * 60]}
     assert deployment.post("/v1/rerank", long).json()["error"]["code"] == "context_length_exceeded"
     cut = deployment.post("/v1/rerank", long | {"truncate_prompt_tokens": -1}).json()
-    assert np.isclose(cut["results"][0]["relevance_score"], float(logits(model, query, "w7 " * 43).sigmoid()), atol=1e-5)
+    assert np.isclose(
+        cut["results"][0]["relevance_score"], float(logits(model, query, "w7 " * 43).sigmoid()), atol=1e-5
+    )

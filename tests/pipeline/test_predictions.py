@@ -1,4 +1,6 @@
-"""OpenAI's field `prediction`, through a whole pipeline: it changes no text, and usage says how much of it came true."""
+"""OpenAI's field `prediction`, through a whole pipeline: it changes no text, and usage says how
+much of it came true.
+"""
 
 from collections.abc import Iterator
 from typing import Any
@@ -9,9 +11,17 @@ import pytest
 from tests.deployment import MODEL, Deployment
 
 CHAT: dict[str, Any] = {
-    "model": MODEL, "messages": [{"role": "user", "content": "What is Penstock?"}], "max_tokens": 48, "seed": 7, "extra_body": {"ignore_eos": True},
-}  # fmt: skip
-SCHEMA = {"type": "object", "properties": {"size": {"type": "integer"}, "kind": {"enum": ["lock", "gate"]}}, "required": ["size", "kind"]}
+    "model": MODEL,
+    "messages": [{"role": "user", "content": "What is Penstock?"}],
+    "max_tokens": 48,
+    "seed": 7,
+    "extra_body": {"ignore_eos": True},
+}
+SCHEMA = {
+    "type": "object",
+    "properties": {"size": {"type": "integer"}, "kind": {"enum": ["lock", "gate"]}},
+    "required": ["size", "kind"],
+}
 FORM = {"type": "json_schema", "json_schema": {"name": "part", "schema": SCHEMA}}
 WRONG = "Nothing of this comes: 1234567890, zebra, quartz, jukebox."
 
@@ -58,7 +68,12 @@ def test_no_prediction_changes_an_answer(client: openai.OpenAI, fields: dict[str
     assert plain.usage.completion_tokens_details is None, "there was no prediction"
     text = plain.choices[0].message.content
     middle = len(text) // 2
-    for prediction in (text, WRONG, f"{text[:middle]} and so on, {text[middle:]}", [{"type": "text", "text": text[:9]}, {"type": "text", "text": text[9:]}]):
+    for prediction in (
+        text,
+        WRONG,
+        f"{text[:middle]} and so on, {text[middle:]}",
+        [{"type": "text", "text": text[:9]}, {"type": "text", "text": text[9:]}],
+    ):
         reply = ask(client, prediction, **fields)
         assert answers(reply) == answers(plain)
         assert reply.usage.completion_tokens == plain.usage.completion_tokens and min(counts(reply)) >= 0
@@ -99,7 +114,10 @@ def test_an_empty_prediction_is_none(client: openai.OpenAI) -> None:
 
 
 def test_a_bad_one_is_an_error_of_openais_client(client: openai.OpenAI) -> None:
-    for prediction, param in (({"type": "content", "content": 7}, "prediction.content"), ({"type": "text", "content": "x"}, "prediction.type")):
+    for prediction, param in (
+        ({"type": "content", "content": 7}, "prediction.content"),
+        ({"type": "text", "content": "x"}, "prediction.type"),
+    ):
         with pytest.raises(openai.BadRequestError) as error:
             client.chat.completions.create(**CHAT, prediction=prediction)
         assert error.value.param == param and error.value.type == "invalid_request_error"

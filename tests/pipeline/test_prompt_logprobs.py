@@ -23,7 +23,10 @@ from tests.waiting import wait_until
 
 PROMPT = "Penstock is a server for large language models, naïve or not."
 QUESTION = [{"role": "user", "content": "What is a KV cache?"}]
-LONG = "The sampler decides each token. Compute owns what needs the whole vocabulary, and the gateway what needs the client. " * 16
+LONG = (
+    "The sampler decides each token. Compute owns what needs the whole vocabulary, and the gateway what needs the "
+    "client. " * 16
+)
 
 
 @cache
@@ -35,7 +38,11 @@ def spelled(token_id: int) -> str:
     """A token's text; of a part of a character, its bytes as OpenAI writes them."""
     text = str(tokenizer().decode([token_id]))
     alphabet = byte_of_character()
-    return text if "\ufffd" not in text else "bytes:" + "".join(f"\\x{alphabet[each]:02x}" for each in tokenizer().convert_ids_to_tokens(token_id))
+    return (
+        text
+        if "\ufffd" not in text
+        else "bytes:" + "".join(f"\\x{alphabet[each]:02x}" for each in tokenizer().convert_ids_to_tokens(token_id))
+    )
 
 
 @torch.inference_mode()
@@ -64,7 +71,9 @@ def check_field(field: Any, token_ids: list[int], num_top: int) -> None:
 
 def test_a_completion_echoes_the_logprobs_of_prompt_and_answer(demo: Deployment) -> None:
     client, token_ids = demo.client(), tokenizer().encode(PROMPT)
-    choice = client.completions.create(model=MODEL, prompt=PROMPT, temperature=0, max_tokens=4, logprobs=2, echo=True).choices[0]
+    choice = client.completions.create(
+        model=MODEL, prompt=PROMPT, temperature=0, max_tokens=4, logprobs=2, echo=True
+    ).choices[0]
     alone = client.completions.create(model=MODEL, prompt=PROMPT, temperature=0, max_tokens=4, logprobs=2).choices[0]
     found, answer = choice.logprobs, alone.logprobs
     assert choice.text == PROMPT + alone.text
@@ -72,29 +81,49 @@ def test_a_completion_echoes_the_logprobs_of_prompt_and_answer(demo: Deployment)
     assert found.tokens[:n] == [spelled(each) for each in token_ids] and found.tokens[n:] == answer.tokens
     assert found.token_logprobs[0] is None and found.top_logprobs[0] is None
     rows = expected(token_ids)
-    assert found.token_logprobs[1:n] == pytest.approx([float(row[each]) for row, each in zip(rows, token_ids[1:], strict=True)], abs=1e-4)
-    assert all(
-        len(top) <= 3 and top[token] == logprob for top, token, logprob in list(zip(found.top_logprobs, found.tokens, found.token_logprobs, strict=True))[1:]
+    assert found.token_logprobs[1:n] == pytest.approx(
+        [float(row[each]) for row, each in zip(rows, token_ids[1:], strict=True)], abs=1e-4
     )
-    assert all(max(top.values()) == pytest.approx(float(row.max()), abs=1e-4) for row, top in zip(rows, found.top_logprobs[1:n], strict=True))
+    assert all(
+        len(top) <= 3 and top[token] == logprob
+        for top, token, logprob in list(zip(found.top_logprobs, found.tokens, found.token_logprobs, strict=True))[1:]
+    )
+    assert all(
+        max(top.values()) == pytest.approx(float(row.max()), abs=1e-4)
+        for row, top in zip(rows, found.top_logprobs[1:n], strict=True)
+    )
     assert found.token_logprobs[n:] == pytest.approx(answer.token_logprobs, abs=1e-5)
     assert found.text_offset[0] == 0 and found.text_offset[n] == len(PROMPT) and len(found.text_offset) == n + 4
-    assert all(choice.text[at:].startswith(token) for at, token in zip(found.text_offset, found.tokens, strict=True) if not token.startswith("bytes:"))
-    none = client.completions.create(model=MODEL, prompt=PROMPT, temperature=0, max_tokens=1, logprobs=0, echo=True).choices[0]
+    assert all(
+        choice.text[at:].startswith(token)
+        for at, token in zip(found.text_offset, found.tokens, strict=True)
+        if not token.startswith("bytes:")
+    )
+    none = client.completions.create(
+        model=MODEL, prompt=PROMPT, temperature=0, max_tokens=1, logprobs=0, echo=True
+    ).choices[0]
     assert none.logprobs.token_logprobs[:n] == found.token_logprobs[:n] and none.logprobs.top_logprobs[1:] == [
-        {token: logprob} for token, logprob in zip(none.logprobs.tokens[1:], none.logprobs.token_logprobs[1:], strict=True)
+        {token: logprob}
+        for token, logprob in zip(none.logprobs.tokens[1:], none.logprobs.token_logprobs[1:], strict=True)
     ]
 
 
 def test_both_endpoints_have_vllms_field(demo: Deployment) -> None:
     client = demo.client()
-    completion = client.completions.create(model=MODEL, prompt=PROMPT, temperature=0, max_tokens=2, extra_body={"prompt_logprobs": 3}).choices[0]
+    completion = client.completions.create(
+        model=MODEL, prompt=PROMPT, temperature=0, max_tokens=2, extra_body={"prompt_logprobs": 3}
+    ).choices[0]
     check_field(completion.model_extra["prompt_logprobs"], tokenizer().encode(PROMPT), 3)
     assert completion.logprobs is None
     text = tokenizer().apply_chat_template(QUESTION, tokenize=False, add_generation_prompt=True)
-    chat = client.chat.completions.create(model=MODEL, messages=QUESTION, temperature=0, max_tokens=2, n=2, extra_body={"prompt_logprobs": 0})
+    chat = client.chat.completions.create(
+        model=MODEL, messages=QUESTION, temperature=0, max_tokens=2, n=2, extra_body={"prompt_logprobs": 0}
+    )
     check_field(chat.model_extra["prompt_logprobs"], tokenizer().encode(text, add_special_tokens=False), 0)
-    assert "prompt_logprobs" not in client.completions.create(model=MODEL, prompt=PROMPT, max_tokens=1).choices[0].model_extra
+    assert (
+        "prompt_logprobs"
+        not in client.completions.create(model=MODEL, prompt=PROMPT, max_tokens=1).choices[0].model_extra
+    )
 
 
 def test_a_stream_brings_them_with_the_first_chunk(demo: Deployment) -> None:
@@ -112,7 +141,9 @@ def test_a_stream_brings_them_with_the_first_chunk(demo: Deployment) -> None:
             assert streamed == getattr(choice.logprobs, name)
     chat = client.chat.completions.create(messages=QUESTION, **asked)
     streamed_chat = list(client.chat.completions.create(messages=QUESTION, stream=True, **asked))
-    [field] = [chunk.model_extra["prompt_logprobs"] for chunk in streamed_chat if "prompt_logprobs" in chunk.model_extra]
+    [field] = [
+        chunk.model_extra["prompt_logprobs"] for chunk in streamed_chat if "prompt_logprobs" in chunk.model_extra
+    ]
     assert field == chat.model_extra["prompt_logprobs"]
 
 
@@ -122,9 +153,13 @@ def test_no_token_at_all(demo: Deployment) -> None:
     scored = client.completions.create(model=MODEL, prompt=[PROMPT, "The"], max_tokens=0, logprobs=1, echo=True)
     assert [choice.text for choice in scored.choices] == [PROMPT, "The"]
     assert [choice.finish_reason for choice in scored.choices] == ["length", "length"]
-    assert len(scored.choices[0].logprobs.tokens) == len(token_ids) and scored.choices[1].logprobs.token_logprobs == [None]
+    assert len(scored.choices[0].logprobs.tokens) == len(token_ids) and scored.choices[1].logprobs.token_logprobs == [
+        None
+    ]
     assert (scored.usage.prompt_tokens, scored.usage.completion_tokens) == (len(token_ids) + 1, 0)
-    fields = client.completions.create(model=MODEL, prompt=token_ids, max_tokens=0, n=2, extra_body={"prompt_logprobs": 1})
+    fields = client.completions.create(
+        model=MODEL, prompt=token_ids, max_tokens=0, n=2, extra_body={"prompt_logprobs": 1}
+    )
     for choice in fields.choices:
         assert choice.text == ""
         check_field(choice.model_extra["prompt_logprobs"], token_ids, 1)
@@ -140,9 +175,10 @@ def test_a_stream_of_no_token_can_be_read_again(demo: Deployment) -> None:
     lines = demo.post("/v1/completions", body).text.splitlines()
     assert not any(line.startswith("id:") for line in lines), "there is no place from which less than all would be read"
     events = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: {")]
-    assert {event["choices"][0]["index"]: event["choices"][0]["text"] for event in events[:-1]} == {0: PROMPT, 1: "The"} and events[-1]["usage"][
-        "completion_tokens"
-    ] == 0
+    assert {event["choices"][0]["index"]: event["choices"][0]["text"] for event in events[:-1]} == {
+        0: PROMPT,
+        1: "The",
+    } and events[-1]["usage"]["completion_tokens"] == 0
     again = httpx.get(demo.url() + f"/v1/streams/{events[0]['id']}", timeout=30, trust_env=False)
     assert sorted(again.text.splitlines()) == sorted(lines), "the sequences of a response come in any order"
 
@@ -189,21 +225,37 @@ def test_offsets_are_those_of_the_text_that_is_returned(deployment: Deployment, 
     folder = shutil.copytree(DEMO_MODEL, tmp_path / "own")
     described = json.loads((folder / "tokenizer.json").read_text())
     described["post_processor"]["single"].insert(0, {"SpecialToken": {"id": "<|system|>", "type_id": 0}})
-    described["post_processor"]["special_tokens"] = {"<|system|>": {"id": "<|system|>", "ids": [2], "tokens": ["<|system|>"]}}
+    described["post_processor"]["special_tokens"] = {
+        "<|system|>": {"id": "<|system|>", "ids": [2], "tokens": ["<|system|>"]}
+    }
     (folder / "tokenizer.json").write_text(json.dumps(described))
     deployment.start_all(model=folder, dtype="float32")
     prompt, emoji = "It's a 🙂 day", tokenizer().encode("🙂")
     assert len(emoji) == 4
-    found = deployment.client().completions.create(model="own", prompt=prompt, temperature=0, max_tokens=2, logprobs=0, echo=True).choices[0]
+    found = (
+        deployment.client()
+        .completions.create(model="own", prompt=prompt, temperature=0, max_tokens=2, logprobs=0, echo=True)
+        .choices[0]
+    )
     assert found.text.startswith(prompt) and found.logprobs.tokens[:2] == ["<|system|>", "It"]
     assert found.logprobs.text_offset[:2] == [0, 0], "a length of 0"
     at = found.logprobs.text_offset.index(prompt.index("🙂"))
     assert found.logprobs.text_offset[at : at + 5] == [7, 7, 7, 7, 8] and found.logprobs.tokens[at + 4] == " day"
     assert found.logprobs.text_offset[-2] == len(prompt)
     ids = [2, *tokenizer().encode(" a"), *emoji, 40]
-    given = deployment.client().completions.create(model="own", prompt=ids, max_tokens=0, logprobs=0, echo=True).choices[0]
+    given = (
+        deployment.client().completions.create(model="own", prompt=ids, max_tokens=0, logprobs=0, echo=True).choices[0]
+    )
     begin = len("<|system|> a")
-    assert given.text == "<|system|> a🙂D" and given.logprobs.text_offset == [0, begin - 2, begin, begin, begin, begin, begin + 1]
+    assert given.text == "<|system|> a🙂D" and given.logprobs.text_offset == [
+        0,
+        begin - 2,
+        begin,
+        begin,
+        begin,
+        begin,
+        begin + 1,
+    ]
 
 
 @pytest.fixture
@@ -214,7 +266,9 @@ def slow(tmp_path: Path, redis_binary: Path | None) -> Iterator[Deployment]:
         chunks = {"PENSTOCK_MAX_BATCHED_TOKENS": "32", "PENSTOCK_MAX_NUM_SEQS": "8", "FRAGILE_STEP_S": "0.3"}
         try:
             names = [deployment.start("sampler"), deployment.start("tokenizer"), deployment.start("gateway")]
-            deployment.wait_live(*names, *(start_fragile(deployment, each, **chunks) for each in ("compute-a", "compute-b")))
+            deployment.wait_live(
+                *names, *(start_fragile(deployment, each, **chunks) for each in ("compute-a", "compute-b"))
+            )
             wait_until(lambda: deployment.get("/ready").status_code == 200, description="the gateway is ready")
             yield deployment
         finally:
@@ -224,14 +278,26 @@ def slow(tmp_path: Path, redis_binary: Path | None) -> Iterator[Deployment]:
 @pytest.mark.more
 def test_compute_is_killed_in_the_middle_of_a_long_prompt(slow: Deployment) -> None:
     """Its successor begins the prompt again, and the client gets the same bits once."""
-    body = {"model": MODEL, "prompt": LONG, "max_tokens": 3, "temperature": 0, "logprobs": 2, "echo": True, "prompt_logprobs": 4, "stream": True}
+    body = {
+        "model": MODEL,
+        "prompt": LONG,
+        "max_tokens": 3,
+        "temperature": 0,
+        "logprobs": 2,
+        "echo": True,
+        "prompt_logprobs": 4,
+        "stream": True,
+    }
     undisturbed = chunks_of(slow.post("/v1/completions", body).text)
     assert len(undisturbed[0]["prompt_logprobs"]) == len(tokenizer().encode(LONG)) > 300
     before = prompt_tokens(slow)
     with ThreadPoolExecutor(1) as pool:
         reply = pool.submit(slow.post, "/v1/completions", body)
         slow.kill(
-            wait_until(lambda: next((each for each, count in prompt_tokens(slow).items() if count >= before[each] + 64), None), description="it is at it")
+            wait_until(
+                lambda: next((each for each, count in prompt_tokens(slow).items() if count >= before[each] + 64), None),
+                description="it is at it",
+            )
         )
         assert not reply.done(), "it was over before it could be disturbed"
         text = reply.result(120).text
@@ -245,4 +311,8 @@ def prompt_tokens(deployment: Deployment) -> dict[str, float]:
 
 def chunks_of(text: str) -> list[Any]:
     """The choices of a stream's chunks."""
-    return [json.loads(line.removeprefix("data: "))["choices"][0] for line in text.splitlines() if line.startswith("data: {")]
+    return [
+        json.loads(line.removeprefix("data: "))["choices"][0]
+        for line in text.splitlines()
+        if line.startswith("data: {")
+    ]

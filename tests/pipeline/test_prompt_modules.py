@@ -1,4 +1,6 @@
-"""Prompt modules through a whole pipeline: no byte of an answer depends on what is cached, on who computes it, or on who dies."""
+"""Prompt modules through a whole pipeline: no byte of an answer depends on what is cached, on who
+computes it, or on who dies.
+"""
 
 import json
 import random
@@ -12,14 +14,29 @@ from tests.deployment import MODEL, Deployment
 from tests.waiting import wait_until
 
 MODULES = [
-    *({"name": f"doc{number}", "text": " ".join(f"Fact {each} of {number}: {each * number % 17}." for each in range(6)) + "\n"} for number in range(4)),
-    {"union": [{"name": "short", "text": "Answer in one word.\n"}, {"name": "long", "text": "Answer at length, with all that you know.\n"}]},
+    *(
+        {
+            "name": f"doc{number}",
+            "text": " ".join(f"Fact {each} of {number}: {each * number % 17}." for each in range(6)) + "\n",
+        }
+        for number in range(4)
+    ),
+    {
+        "union": [
+            {"name": "short", "text": "Answer in one word.\n"},
+            {"name": "long", "text": "Answer at length, with all that you know.\n"},
+        ]
+    },
     {"name": "trip", "text": "Plan {days} days in {city}.\n", "parameters": {"days": 4, "city": 12}},
 ]
 USES: list[list[Any]] = [
-    ["doc0", "doc1"], ["doc1", "doc0"], ["doc3", "doc1", "short"], ["doc2", "doc0", "doc3", "long"],
-    ["doc1", {"name": "trip", "arguments": {"days": "two", "city": "Rome"}}], ["doc1", {"name": "trip", "arguments": {"city": "Oslo"}}],
-]  # fmt: skip
+    ["doc0", "doc1"],
+    ["doc1", "doc0"],
+    ["doc3", "doc1", "short"],
+    ["doc2", "doc0", "doc3", "long"],
+    ["doc1", {"name": "trip", "arguments": {"days": "two", "city": "Rome"}}],
+    ["doc1", {"name": "trip", "arguments": {"city": "Oslo"}}],
+]
 
 
 def make(deployment: Deployment) -> str:
@@ -32,9 +49,15 @@ def make(deployment: Deployment) -> str:
 def ask(deployment: Deployment, set_id: str, use: list[Any], seed: int) -> tuple[str, int]:
     """The answer, and how many tokens of the prompt were found."""
     body = {
-        "model": MODEL, "messages": [{"role": "user", "content": f"What is question {seed}?"}], "max_tokens": 20, "seed": seed, "temperature": 1.0,
-        "ignore_eos": True, "repetition_penalty": 1.1, "prompt_modules": {"id": set_id, "use": use},
-    }  # fmt: skip
+        "model": MODEL,
+        "messages": [{"role": "user", "content": f"What is question {seed}?"}],
+        "max_tokens": 20,
+        "seed": seed,
+        "temperature": 1.0,
+        "ignore_eos": True,
+        "repetition_penalty": 1.1,
+        "prompt_modules": {"id": set_id, "use": use},
+    }
     reply = deployment.post("/v1/chat/completions", body)
     assert reply.status_code == 200, reply.text
     answer = reply.json()
@@ -53,7 +76,11 @@ def test_no_byte_depends_on_the_cache_or_on_deaths(deployment: Deployment, tmp_p
     plain = ask_all(deployment, set_id)
     expected = [text for text, _ in plain]
     assert expected[0] != expected[2] and not any(count for _, count in plain)
-    assert ask(deployment, set_id, ["doc0", "doc1"], 1)[0] == ask(deployment, set_id, ["doc1", "doc0"], 1)[0] == expected[1]
+    assert (
+        ask(deployment, set_id, ["doc0", "doc1"], 1)[0]
+        == ask(deployment, set_id, ["doc1", "doc0"], 1)[0]
+        == expected[1]
+    )
     deployment.kill(compute)
     settings = {"kv_disk": f"{tmp_path / 'kv'},64MiB", "dtype": "float32", "max_batched_tokens": 48}
     rng = random.Random(1)
@@ -94,10 +121,16 @@ def test_the_same_set_is_one_and_says_its_places(demo: Deployment, set_id: str) 
 def test_openai_s_client_streams_with_modules_and_finds_them_again(demo: Deployment, set_id: str) -> None:
     client = demo.client()
     modules = {"prompt_modules": {"id": set_id, "use": ["doc0", "doc2"]}}
-    whole = client.completions.create(model=MODEL, prompt="What is a stage?", max_tokens=12, temperature=0, extra_body=modules)
-    stream = client.completions.create(model=MODEL, prompt="What is a stage?", max_tokens=12, temperature=0, extra_body=modules, stream=True)
+    whole = client.completions.create(
+        model=MODEL, prompt="What is a stage?", max_tokens=12, temperature=0, extra_body=modules
+    )
+    stream = client.completions.create(
+        model=MODEL, prompt="What is a stage?", max_tokens=12, temperature=0, extra_body=modules, stream=True
+    )
     assert "".join(chunk.choices[0].text for chunk in stream if chunk.choices) == whole.choices[0].text
-    several = client.completions.create(model=MODEL, prompt=["One.", "Two."], n=2, max_tokens=5, seed=3, extra_body=modules)
+    several = client.completions.create(
+        model=MODEL, prompt=["One.", "Two."], n=2, max_tokens=5, seed=3, extra_body=modules
+    )
     assert several.usage is not None and several.usage.prompt_tokens > 2 * 60 and len(several.choices) == 4
 
 
@@ -109,32 +142,53 @@ def test_openai_s_client_streams_with_modules_and_finds_them_again(demo: Deploym
         ({"use": ["doc0", "doc0"]}, {}, "prompt_modules.use", "invalid_value"),
         ({"use": []}, {}, "prompt_modules.use", "invalid_value"),
         ({"use": [{"name": "doc0", "arguments": {"city": "Rome"}}]}, {}, "prompt_modules.use[0]", "invalid_value"),
-        ({"use": [{"name": "trip", "arguments": {"days": "a number of days that is longer than its room"}}]}, {}, "prompt_modules", "invalid_value"),
+        (
+            {"use": [{"name": "trip", "arguments": {"days": "a number of days that is longer than its room"}}]},
+            {},
+            "prompt_modules",
+            "invalid_value",
+        ),
         ({"use": ["doc0"], "id": "pm-000000000000000000000000"}, {}, "prompt_modules.id", "prompt_modules_not_found"),
         ({"use": ["doc0"]}, {"echo": True}, "echo", "invalid_value"),
         ({"use": ["doc0"]}, {"prompt_logprobs": 1}, "prompt_logprobs", "invalid_value"),
         ({"use": ["doc0"]}, {"truncate_prompt_tokens": 5}, "truncate_prompt_tokens", "invalid_value"),
         ({"use": ["doc0"]}, {"use_beam_search": True, "best_of": 2}, "use_beam_search", "invalid_value"),
-        ({"use": ["doc0", "doc1", "doc2", "doc3", "long"]}, {"prompt": "word " * 1100}, "prompt", "context_length_exceeded"),
+        (
+            {"use": ["doc0", "doc1", "doc2", "doc3", "long"]},
+            {"prompt": "word " * 1100},
+            "prompt",
+            "context_length_exceeded",
+        ),
     ],
-)  # fmt: skip
-def test_what_is_refused(demo: Deployment, set_id: str, used: dict[str, Any], more: dict[str, Any], param: str, code: str) -> None:
-    reply = demo.post("/v1/completions", {"model": MODEL, "prompt": "Why?", "max_tokens": 4, "prompt_modules": {"id": set_id} | used} | more)
+)
+def test_what_is_refused(
+    demo: Deployment, set_id: str, used: dict[str, Any], more: dict[str, Any], param: str, code: str
+) -> None:
+    reply = demo.post(
+        "/v1/completions",
+        {"model": MODEL, "prompt": "Why?", "max_tokens": 4, "prompt_modules": {"id": set_id} | used} | more,
+    )
     error = reply.json()["error"]
-    assert (reply.status_code, error["param"], error["code"]) == (404 if "not_found" in code else 400, param, code), error
+    assert (reply.status_code, error["param"], error["code"]) == (404 if "not_found" in code else 400, param, code), (
+        error
+    )
 
 
 @pytest.mark.parametrize(
     ("modules", "param"),
     [
-        ([], "modules"), ([{"name": "a"}], "modules[0]"), ([{"text": "a"}], "modules[0]"), ([{"union": []}], "modules[0]"),
-        ([{"name": "a b", "text": "c"}], "modules[0].name"), ([{"name": "a", "text": "b"}, {"name": "a", "text": "c"}], "modules"),
+        ([], "modules"),
+        ([{"name": "a"}], "modules[0]"),
+        ([{"text": "a"}], "modules[0]"),
+        ([{"union": []}], "modules[0]"),
+        ([{"name": "a b", "text": "c"}], "modules[0].name"),
+        ([{"name": "a", "text": "b"}, {"name": "a", "text": "c"}], "modules"),
         ([{"name": "a", "text": "b", "parameters": {"c": 3}}], "modules[0].text"),
         ([{"name": "a", "text": "{c}", "parameters": {"c": 0}}], "modules[0].parameters.c"),
         ([{"name": "a", "text": "b", "position": -1}], "modules[0].position"),
         ([{"name": "a", "text": "b", "union": [{"name": "c", "text": "d"}]}], "modules[0]"),
     ],
-)  # fmt: skip
+)
 def test_sets_that_are_refused(demo: Deployment, modules: list[Any], param: str) -> None:
     reply = demo.post("/v1/prompt_modules", {"model": MODEL, "modules": modules})
     assert reply.status_code == 400 and reply.json()["error"]["param"] == param, reply.text
@@ -144,20 +198,32 @@ def test_a_deleted_set_is_gone(demo: Deployment) -> None:
     found = demo.post("/v1/prompt_modules", {"modules": [{"name": "alone", "text": "Something."}]}).json()["id"]
     with demo.client() as client:
         assert client.delete(f"/prompt_modules/{found}", cast_to=object)
-    for reply in (demo.get(f"/v1/prompt_modules/{found}"), demo.post("/v1/completions", {"prompt": "a", "prompt_modules": {"id": found, "use": ["alone"]}})):
+    for reply in (
+        demo.get(f"/v1/prompt_modules/{found}"),
+        demo.post("/v1/completions", {"prompt": "a", "prompt_modules": {"id": found, "use": ["alone"]}}),
+    ):
         assert reply.status_code == 404 and reply.json()["error"]["code"] == "prompt_modules_not_found"
 
 
 def test_a_batch_uses_modules(demo: Deployment, set_id: str) -> None:
     demo.wait_live(worker := demo.start("jobs"))
-    body = {"model": MODEL, "messages": [{"role": "user", "content": "What is a stage?"}], "temperature": 0, "max_tokens": 12}
+    body = {
+        "model": MODEL,
+        "messages": [{"role": "user", "content": "What is a stage?"}],
+        "temperature": 0,
+        "max_tokens": 12,
+    }
     body |= {"prompt_modules": {"id": set_id, "use": ["doc3"]}}
     expected = demo.post("/v1/chat/completions", body).json()["choices"][0]["message"]["content"]
     client: openai.OpenAI = demo.client()
     line = json.dumps({"custom_id": "one", "method": "POST", "url": "/v1/chat/completions", "body": body}).encode()
     file = client.files.create(file=("lines.jsonl", line), purpose="batch")
     batch = client.batches.create(input_file_id=file.id, endpoint="/v1/chat/completions", completion_window="24h")
-    wait_until(lambda: client.batches.retrieve(batch.id).status == "completed", description="the batch has ended", timeout_s=120)
+    wait_until(
+        lambda: client.batches.retrieve(batch.id).status == "completed",
+        description="the batch has ended",
+        timeout_s=120,
+    )
     written = client.files.content(client.batches.retrieve(batch.id).output_file_id or "").text
     assert json.loads(written)["response"]["body"]["choices"][0]["message"]["content"] == expected
     assert demo.terminate(worker) == 0

@@ -16,7 +16,12 @@ from tests.waiting import wait_until
 QUESTION = "What is Penstock?"
 ITEM = {"role": "user", "content": [{"type": "input_text", "text": QUESTION}]}
 TEXT_EVENTS = ["response.output_item.added", "response.content_part.added"]
-LAST_EVENTS = ["response.output_text.done", "response.content_part.done", "response.output_item.done", "response.completed"]
+LAST_EVENTS = [
+    "response.output_text.done",
+    "response.content_part.done",
+    "response.output_item.done",
+    "response.completed",
+]
 
 
 @pytest.fixture(scope="module")
@@ -73,7 +78,9 @@ def test_the_async_client_gets_the_same(demo: Deployment) -> None:
         async with demo.async_client() as client:
             whole = await client.responses.create(model=MODEL, input=QUESTION, temperature=0)
             stream = await client.responses.create(model=MODEL, input=QUESTION, temperature=0, stream=True)
-            return whole.output_text, "".join([event.delta async for event in stream if event.type == "response.output_text.delta"])
+            return whole.output_text, "".join(
+                [event.delta async for event in stream if event.type == "response.output_text.delta"]
+            )
 
     assert asyncio.run(run()) == (ANSWER, ANSWER)
 
@@ -92,12 +99,18 @@ def test_a_stored_response_is_read_again_with_every_event_under_its_number(clien
 def test_a_conversation_goes_on_from_the_response_before(client: openai.OpenAI) -> None:
     first = ask(client, instructions="Be brief.")
     second = ask(client, input="And then?", previous_response_id=first.id, max_output_tokens=8)
-    messages = [{"role": "user", "content": QUESTION}, {"role": "assistant", "content": ANSWER}, {"role": "user", "content": "And then?"}]
+    messages = [
+        {"role": "user", "content": QUESTION},
+        {"role": "assistant", "content": ANSWER},
+        {"role": "user", "content": "And then?"},
+    ]
     chat = client.chat.completions.create(model=MODEL, messages=messages, temperature=0, max_tokens=8)
     assert second.output_text == chat.choices[0].message.content
     assert (second.status, second.incomplete_details.reason) == ("incomplete", "max_output_tokens")
     assert second.usage.input_tokens == chat.usage.prompt_tokens  # the instructions before are not carried over
-    third = ask(client, input=[*first.output, {"role": "user", "content": "And then?"}], max_output_tokens=3)  # what we sent comes back
+    third = ask(
+        client, input=[*first.output, {"role": "user", "content": "And then?"}], max_output_tokens=3
+    )  # what we sent comes back
     assert third.output_text
 
     items = client.responses.input_items.list(second.id, order="asc").data
@@ -121,7 +134,10 @@ def test_a_background_stream_can_be_left_and_read_on_by_many(client: openai.Open
     stream.close()
     assert [event["type"] for event in begun[:3]] == ["response.created", "response.queued", "response.in_progress"]
     response_id = begun[0]["response"]["id"]
-    readers = [client.responses.retrieve(response_id, stream=True, starting_after=begun[-1]["sequence_number"]) for _ in range(3)]
+    readers = [
+        client.responses.retrieve(response_id, stream=True, starting_after=begun[-1]["sequence_number"])
+        for _ in range(3)
+    ]
     rest = [[event.to_dict() for event in reader] for reader in readers]
     assert rest[0] == rest[1] == rest[2]
     events = begun + rest[0]
@@ -130,7 +146,9 @@ def test_a_background_stream_can_be_left_and_read_on_by_many(client: openai.Open
 
 
 def test_cancelling_ends_a_background_response_at_once_and_for_all_readers(client: openai.OpenAI) -> None:
-    stream = ask(client, background=True, stream=True, max_output_tokens=1000, temperature=1, extra_body={"ignore_eos": True})  # it is never as long
+    stream = ask(
+        client, background=True, stream=True, max_output_tokens=1000, temperature=1, extra_body={"ignore_eos": True}
+    )  # it is never as long
     response_id = next(stream).response.id
     cancelled = client.responses.cancel(response_id)
     assert cancelled.status == "cancelled"
@@ -160,7 +178,12 @@ def test_a_background_response_that_fails_says_why(client: openai.OpenAI) -> Non
     done = finished(client, response.id)
     assert (done.status, done.error.code) == ("failed", "invalid_prompt") and done.error.param == "input"
     events = list(client.responses.retrieve(response.id, stream=True))
-    assert [event.type for event in events] == ["response.created", "response.queued", "response.in_progress", "response.failed"]
+    assert [event.type for event in events] == [
+        "response.created",
+        "response.queued",
+        "response.in_progress",
+        "response.failed",
+    ]
     with pytest.raises(openai.BadRequestError, match="failed"):
         ask(client, previous_response_id=response.id)
 
@@ -191,12 +214,19 @@ def test_a_text_and_arguments_are_parsed_by_the_package(client: openai.OpenAI) -
     asked: Any = {"model": MODEL, "input": QUESTION, "temperature": 1.2, "max_output_tokens": 300}
     parsed = client.responses.parse(**asked, text_format=Pipe, extra_body={"seed": 3}).output_parsed
     assert isinstance(parsed, Pipe)
-    asked |= {"tools": [openai.pydantic_function_tool(Pipe)["function"] | {"type": "function"}], "tool_choice": "required", "parallel_tool_calls": False}
+    asked |= {
+        "tools": [openai.pydantic_function_tool(Pipe)["function"] | {"type": "function"}],
+        "tool_choice": "required",
+        "parallel_tool_calls": False,
+    }
     events = list(client.responses.create(**asked, stream=True, extra_body={"seed": 4}))
     assert [event.sequence_number for event in events] == list(range(len(events)))
     [call] = events[-1].response.output
     assert (call.type, call.name, call.status) == ("function_call", "Pipe", "completed")
-    assert "".join(event.delta for event in events if event.type == "response.function_call_arguments.delta") == call.arguments
+    assert (
+        "".join(event.delta for event in events if event.type == "response.function_call_arguments.delta")
+        == call.arguments
+    )
     Pipe.model_validate_json(call.arguments)
     again = client.responses.retrieve(events[-1].response.id, stream=True, starting_after=3)
     assert [event.to_dict() for event in again] == [event.to_dict() for event in events[4:]]
@@ -218,7 +248,10 @@ def test_a_seed_makes_the_same_answer(client: openai.OpenAI) -> None:
         ({"input": []}, "input"),
         ({"input": [{"role": "nobody", "content": "x"}]}, "input[0].role"),
         ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "input[0].content"),
-        ({"input": [{"role": "user", "content": [{"type": "input_audio", "input_audio": {}}]}]}, "input[0].content[0].type"),
+        (
+            {"input": [{"role": "user", "content": [{"type": "input_audio", "input_audio": {}}]}]},
+            "input[0].content[0].type",
+        ),
         ({"input": [{"type": "image_generation_call", "id": "x"}]}, "input"),
         ({"temperature": 1000}, "temperature"),
         ({"max_output_tokens": 0}, "max_output_tokens"),
@@ -245,7 +278,11 @@ def test_a_response_is_no_stream_of_the_chat_api(demo: Deployment, client: opena
 def test_an_item_that_is_stored_may_be_named(client: openai.OpenAI) -> None:
     first = ask(client, input=[ITEM])
     [asked] = client.responses.input_items.list(first.id).data
-    named: Any = [{"type": "item_reference", "id": asked.id}, {"type": "item_reference", "id": first.output[0].id}, ITEM]
+    named: Any = [
+        {"type": "item_reference", "id": asked.id},
+        {"type": "item_reference", "id": first.output[0].id},
+        ITEM,
+    ]
     told: Any = [ITEM, {"role": "assistant", "content": ANSWER}, ITEM]
     again = ask(client, input=named)
     assert again.usage.input_tokens == ask(client, input=told).usage.input_tokens > first.usage.input_tokens
@@ -257,7 +294,9 @@ def test_an_item_that_is_stored_may_be_named(client: openai.OpenAI) -> None:
 
 
 def test_what_is_too_long_is_cut_at_its_beginning_if_that_is_asked_for(client: openai.OpenAI) -> None:
-    turns: list[Any] = [{"role": role, "content": f"{number} " + "word " * 40} for number in range(20) for role in ("user", "assistant")]
+    turns: list[Any] = [
+        {"role": role, "content": f"{number} " + "word " * 40} for number in range(20) for role in ("user", "assistant")
+    ]
     with pytest.raises(openai.BadRequestError) as error:
         ask(client, input=[*turns, ITEM])
     assert error.value.code == "context_length_exceeded"

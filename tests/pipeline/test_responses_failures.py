@@ -1,4 +1,6 @@
-"""Responses outlive whoever works on them: gateways, compute and sampler are killed, and every event comes once, under its number."""
+"""Responses outlive whoever works on them: gateways, compute and sampler are killed, and every
+event comes once, under its number.
+"""
 
 from typing import Any
 
@@ -10,7 +12,13 @@ from tests.deployment import MODEL, Deployment
 from tests.waiting import wait_until
 
 NUM_TOKENS = 250
-LONG: dict[str, Any] = {"model": MODEL, "input": "The", "max_output_tokens": NUM_TOKENS, "stream": True, "extra_body": {"ignore_eos": True, "seed": 3}}
+LONG: dict[str, Any] = {
+    "model": MODEL,
+    "input": "The",
+    "max_output_tokens": NUM_TOKENS,
+    "stream": True,
+    "extra_body": {"ignore_eos": True, "seed": 3},
+}
 
 
 def read(stream: Any, count: int) -> list[dict[str, Any]]:
@@ -18,7 +26,9 @@ def read(stream: Any, count: int) -> list[dict[str, Any]]:
 
 
 def rest_of(client: openai.OpenAI, events: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    stream = client.responses.retrieve(events[0]["response"]["id"], stream=True, starting_after=events[-1]["sequence_number"])
+    stream = client.responses.retrieve(
+        events[0]["response"]["id"], stream=True, starting_after=events[-1]["sequence_number"]
+    )
     return [event.to_dict() for event in stream]
 
 
@@ -32,7 +42,9 @@ def check_whole(events: list[dict[str, Any]], text: str) -> None:
 @pytest.mark.more
 def test_a_response_goes_on_when_what_works_on_it_is_killed(deployment: Deployment) -> None:
     deployment.start_all(gateways=3, dtype="float32")
-    sampler, compute = (next(name for name in deployment.processes if name.startswith(stage)) for stage in ("sampler", "compute"))
+    sampler, compute = (
+        next(name for name in deployment.processes if name.startswith(stage)) for stage in ("sampler", "compute")
+    )
     first, second, third = deployment.ports
     undisturbed = deployment.client(third).responses.create(**LONG | {"stream": False}).output_text
 
@@ -61,7 +73,11 @@ def test_a_background_response_without_any_gateway_is_answered(deployment: Deplo
     deployment.kill(gateway)
     del deployment.ports[gateway]
     with deployment.redis() as redis:
-        wait_until(lambda: redis.xlen(f"prompts:{MODEL}") == 0 and redis.xlen(f"log:{response.id}.0") == NUM_TOKENS, description="it has run", timeout_s=60)
+        wait_until(
+            lambda: redis.xlen(f"prompts:{MODEL}") == 0 and redis.xlen(f"log:{response.id}.0") == NUM_TOKENS,
+            description="it has run",
+            timeout_s=60,
+        )
     deployment.start("gateway", "gateway-next")
     wait_until(lambda: deployment.get("/ready").status_code == 200, description="another gateway", timeout_s=60)
     done = deployment.client().responses.retrieve(response.id)

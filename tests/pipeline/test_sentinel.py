@@ -1,4 +1,6 @@
-"""A primary of Redis that dies, and Sentinels that name another, which lacks what was written last: no stream changes a byte."""
+"""A primary of Redis that dies, and Sentinels that name another, which lacks what was written last:
+no stream changes a byte.
+"""
 
 import asyncio
 from collections.abc import Iterator
@@ -32,4 +34,6 @@ def deployment(guarded: Guarded, tmp_path_factory: pytest.TempPathFactory) -> It
 def test_streams_go_on_with_the_same_bytes_at_a_replica_that_lagged(guarded: Guarded, deployment: Deployment) -> None:
     undisturbed = asyncio.run(stream_all(deployment, 6, max_tokens=700))
 
-    assert asyncio.run(stream_all(deployment, 6, max_tokens=700, disturb=lambda: guarded.fail_over(LAG_S))) == undisturbed
+    assert (
+        asyncio.run(stream_all(deployment, 6, max_tokens=700, disturb=lambda: guarded.fail_over(LAG_S))) == undisturbed
+    )

@@ -16,7 +16,11 @@ from tests.waiting import wait_until
 QUESTION = [{"role": "user", "content": "What is Penstock?"}]
 PERSON = {
     "type": "object",
-    "properties": {"name": {"type": "string", "maxLength": 12}, "age": {"type": "integer", "minimum": 0, "maximum": 150}, "kind": {"enum": ["a", "b"]}},
+    "properties": {
+        "name": {"type": "string", "maxLength": 12},
+        "age": {"type": "integer", "minimum": 0, "maximum": 150},
+        "kind": {"enum": ["a", "b"]},
+    },
     "required": ["name", "age", "kind"],
     "additionalProperties": False,
 }
@@ -62,7 +66,13 @@ LARK = 'start: NAME ("," NAME)*\nNAME: /[a-z]{2,4}/\n'
 GBNF = 'root ::= ("yes" | "no") " "? [0-9]+ "."\n'
 TAGS = {
     "type": "structural_tag",
-    "structures": [{"begin": "<call>", "schema": {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"]}, "end": "</call>"}],
+    "structures": [
+        {
+            "begin": "<call>",
+            "schema": {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"]},
+            "end": "</call>",
+        }
+    ],
     "triggers": ["<call>"],
 }
 ONE_TAG = {
@@ -75,10 +85,21 @@ FIELDS: dict[str, tuple[dict[str, Any], str]] = {
     "guided_regex": ({"guided_regex": r"\d{3}-[a-f]+"}, r"\d{3}-[a-f]+"),
     "guided_choice": ({"guided_choice": ["red", "green", "blue-green"]}, r"red|green|blue-green"),
     "guided_grammar": ({"guided_grammar": LARK}, r"[a-z]{2,4}(,[a-z]{2,4})*"),
-    "json": ({"structured_outputs": {"json": {"type": "array", "items": {"type": "null"}, "maxItems": 2}}}, r"\[\s*(null(\s*,\s*null)?)?\s*\]"),
-    "json that lists its properties": ({"guided_json": {"type": "object", "properties": {"a": {"enum": [1]}}, "required": ["a"]}}, r'\{\s*"a"\s*:\s*1\s*\}'),
+    "json": (
+        {"structured_outputs": {"json": {"type": "array", "items": {"type": "null"}, "maxItems": 2}}},
+        r"\[\s*(null(\s*,\s*null)?)?\s*\]",
+    ),
+    "json that lists its properties": (
+        {"guided_json": {"type": "object", "properties": {"a": {"enum": [1]}}, "required": ["a"]}},
+        r'\{\s*"a"\s*:\s*1\s*\}',
+    ),
     "json without spaces": (
-        {"structured_outputs": {"json": {"type": "array", "items": {"type": "null"}, "minItems": 2, "maxItems": 2}, "disable_any_whitespace": True}},
+        {
+            "structured_outputs": {
+                "json": {"type": "array", "items": {"type": "null"}, "minItems": 2, "maxItems": 2},
+                "disable_any_whitespace": True,
+            }
+        },
         r"\[null,null\]",
     ),
     "regex": ({"structured_outputs": {"regex": "(ab)+"}}, r"(ab)+"),
@@ -94,7 +115,9 @@ def test_every_way_to_say_it(demo: Deployment, name: str) -> None:
     fields, pattern = FIELDS[name]
     choice = ask(demo, seed=1, extra_body=fields, temperature=1.3, max_tokens=300)
     assert choice.finish_reason == "stop" and re.fullmatch(pattern, choice.message.content), choice
-    reply = demo.client().completions.create(model=MODEL, prompt="The", seed=2, extra_body=fields, temperature=1.3, max_tokens=300)
+    reply = demo.client().completions.create(
+        model=MODEL, prompt="The", seed=2, extra_body=fields, temperature=1.3, max_tokens=300
+    )
     assert reply.choices[0].finish_reason == "stop" and re.fullmatch(pattern, reply.choices[0].text), reply
 
 
@@ -116,7 +139,9 @@ def test_what_max_tokens_cuts_off_says_so(demo: Deployment) -> None:
 
 def test_a_stream_and_choices_match_as_well(demo: Deployment) -> None:
     fields = {"structured_outputs": {"json": PERSON, "disable_any_whitespace": True}}
-    stream = demo.client().chat.completions.create(model=MODEL, messages=QUESTION, n=3, seed=4, stream=True, extra_body=fields, **HOT)
+    stream = demo.client().chat.completions.create(
+        model=MODEL, messages=QUESTION, n=3, seed=4, stream=True, extra_body=fields, **HOT
+    )
     texts = ["", "", ""]
     reasons: dict[int, str | None] = {}
     for chunk in stream:
@@ -141,41 +166,75 @@ def test_ends_come_where_the_grammar_accepts(demo: Deployment) -> None:
     assert early.finish_reason in ("stop", "length") and len(early.message.content) >= 20
     never = ask(demo, temperature=0, max_tokens=30, extra_body={**digits, "ignore_eos": True})
     assert never.finish_reason == "length" and never.message.content.isdigit()
-    over = ask(demo, temperature=0, max_tokens=30, extra_body={"guided_choice": ["yes"], "ignore_eos": True, "min_tokens": 25})
+    over = ask(
+        demo, temperature=0, max_tokens=30, extra_body={"guided_choice": ["yes"], "ignore_eos": True, "min_tokens": 25}
+    )
     assert (over.message.content, over.finish_reason) == ("yes", "stop")
 
 
 def test_allowed_tokens_and_bad_words(demo: Deployment) -> None:
-    some = demo.client().completions.create(model=MODEL, prompt="The", max_tokens=20, temperature=1.5, seed=1, extra_body={"allowed_token_ids": [70, 71, 72]})
+    some = demo.client().completions.create(
+        model=MODEL,
+        prompt="The",
+        max_tokens=20,
+        temperature=1.5,
+        seed=1,
+        extra_body={"allowed_token_ids": [70, 71, 72]},
+    )
     assert some.usage is not None and some.usage.completion_tokens == 20 and set(some.choices[0].text) <= set("bcd")
     free = ask(demo, temperature=0).message.content
     assert " processes" in free and "server" in free
     without = ask(demo, temperature=0, max_tokens=60, extra_body={"bad_words": ["processes", "server"]}).message.content
     assert without.startswith("Penstock is a") and " processes" not in without and "server" not in without
     nothing = demo.post(
-        "/v1/completions", {"model": MODEL, "prompt": "The", "guided_choice": ["yes"], "allowed_token_ids": [70, 71], "max_tokens": 5, "temperature": 0}
+        "/v1/completions",
+        {
+            "model": MODEL,
+            "prompt": "The",
+            "guided_choice": ["yes"],
+            "allowed_token_ids": [70, 71],
+            "max_tokens": 5,
+            "temperature": 0,
+        },
     )
     assert nothing.status_code == 400 and nothing.json()["error"]["code"] == "nothing_allowed"
 
 
-ALIKE = {"type": "array", "items": {"const": 1}, "minItems": 2, "maxItems": 2, "uniqueItems": True}  # [1, 1] is all that can be enforced
+ALIKE = {
+    "type": "array",
+    "items": {"const": 1},
+    "minItems": 2,
+    "maxItems": 2,
+    "uniqueItems": True,
+}  # [1, 1] is all that can be enforced
 BROKEN = {"path": "$", "message": "uniqueItems does not hold"}
 FORM = {"type": "json_schema", "json_schema": {"name": "x", "schema": ALIKE}}
 UNIQUE: dict[str, tuple[str, dict[str, Any], str]] = {  # a path, a body, and the field that is named
-    "chat": ("/v1/chat/completions", {"messages": QUESTION, "response_format": FORM}, "response_format.json_schema.schema"),
+    "chat": (
+        "/v1/chat/completions",
+        {"messages": QUESTION, "response_format": FORM},
+        "response_format.json_schema.schema",
+    ),
     "completion": ("/v1/completions", {"prompt": "Numbers:", "guided_json": ALIKE, "max_tokens": 30}, "guided_json"),
-    "response": ("/v1/responses", {"input": "Hi", "text": {"format": {"type": "json_schema", "name": "x", "schema": ALIKE}}}, "text.format.schema"),
+    "response": (
+        "/v1/responses",
+        {"input": "Hi", "text": {"format": {"type": "json_schema", "name": "x", "schema": ALIKE}}},
+        "text.format.schema",
+    ),
     "message": (
-        "/v1/messages", {"messages": QUESTION, "max_tokens": 30, "output_config": {"format": {"type": "json_schema", "schema": ALIKE}}},
+        "/v1/messages",
+        {"messages": QUESTION, "max_tokens": 30, "output_config": {"format": {"type": "json_schema", "schema": ALIKE}}},
         "output_config.format.schema",
     ),
     "ollama": ("/api/chat", {"messages": QUESTION, "format": ALIKE}, "format"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", UNIQUE)
 @pytest.mark.parametrize("stream", [False, True])
-def test_what_is_not_enforced_is_named_and_an_answer_that_breaks_it_says_so(demo: Deployment, name: str, stream: bool) -> None:
+def test_what_is_not_enforced_is_named_and_an_answer_that_breaks_it_says_so(
+    demo: Deployment, name: str, stream: bool
+) -> None:
     path, fields, field = UNIQUE[name]
     reply = demo.post(path, {"model": MODEL, "stream": stream, **fields})
     assert reply.status_code == 200, reply.text
@@ -185,7 +244,13 @@ def test_what_is_not_enforced_is_named_and_an_answer_that_breaks_it_says_so(demo
 
 
 def test_an_answer_that_keeps_to_what_was_not_enforced_says_nothing(demo: Deployment) -> None:
-    schema = {"type": "array", "prefixItems": [{"const": 1}, {"const": 2}], "items": False, "minItems": 2, "uniqueItems": True}
+    schema = {
+        "type": "array",
+        "prefixItems": [{"const": 1}, {"const": 2}],
+        "items": False,
+        "minItems": 2,
+        "uniqueItems": True,
+    }
     reply = demo.post("/v1/chat/completions", {"model": MODEL, "messages": QUESTION, "guided_json": schema})
     assert reply.headers["x-penstock-ignored"] == "guided_json: uniqueItems" and "penstock" not in reply.json()
     assert json.loads(reply.json()["choices"][0]["message"]["content"]) == [1, 2]
@@ -204,7 +269,11 @@ WRONG: list[tuple[dict[str, Any], str, str | None]] = [
         "response_format.json_schema.schema",
         "invalid_json_schema",
     ),
-    ({"response_format": {"type": "json_schema", "json_schema": {"name": "x", "strict": "yes", "schema": {}}}}, "response_format.json_schema.strict", None),
+    (
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "strict": "yes", "schema": {}}}},
+        "response_format.json_schema.strict",
+        None,
+    ),
     ({"response_format": {"type": "json_object", "extra": 1}}, "response_format.extra", None),
     ({"guided_regex": "["}, "guided_regex", "invalid_grammar"),
     ({"guided_grammar": "start: nothing"}, "guided_grammar", "invalid_grammar"),
@@ -212,7 +281,11 @@ WRONG: list[tuple[dict[str, Any], str, str | None]] = [
     ({"guided_grammar": "root ::= ("}, "guided_grammar", "invalid_grammar"),
     ({"guided_choice": []}, "guided_choice", "invalid_grammar"),
     ({"guided_json": "{"}, "guided_json", "invalid_json_schema"),
-    ({"guided_json": {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}}}, "guided_json", "invalid_json_schema"),
+    (
+        {"guided_json": {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}}},
+        "guided_json",
+        "invalid_json_schema",
+    ),
     ({"guided_json": {"type": "string"}, "guided_regex": "a"}, "guided_regex", None),
     ({"structured_outputs": {"yaml": {}}}, "structured_outputs.yaml", None),
     ({"structured_outputs": {"structural_tag": "{}"}}, "structured_outputs.structural_tag", "invalid_grammar"),
@@ -225,8 +298,12 @@ WRONG: list[tuple[dict[str, Any], str, str | None]] = [
 
 @pytest.mark.parametrize(("fields", "param", "code"), WRONG, ids=[str(number) for number in range(len(WRONG))])
 @pytest.mark.parametrize("stream", [False, True])
-def test_what_cannot_be_held_to_is_refused_by_name(demo: Deployment, fields: dict[str, Any], param: str, code: str | None, stream: bool) -> None:
-    reply = demo.post("/v1/chat/completions", {"model": MODEL, "messages": QUESTION, "max_tokens": 5, "stream": stream, **fields})
+def test_what_cannot_be_held_to_is_refused_by_name(
+    demo: Deployment, fields: dict[str, Any], param: str, code: str | None, stream: bool
+) -> None:
+    reply = demo.post(
+        "/v1/chat/completions", {"model": MODEL, "messages": QUESTION, "max_tokens": 5, "stream": stream, **fields}
+    )
     assert reply.status_code == 400, reply.text
     error = reply.json()["error"]
     assert error["param"] == param and len(error["message"]) < 700
@@ -237,7 +314,9 @@ def test_what_cannot_be_held_to_is_refused_by_name(demo: Deployment, fields: dic
 def helper(demo: Deployment) -> Iterator[psutil.Process]:
     """The gateway's process that checks grammars."""
     ask(demo, max_tokens=1, extra_body={"guided_regex": "a"})
-    gateway = psutil.Process(next(process.pid for name, process in demo.processes.items() if name.startswith("gateway")))
+    gateway = psutil.Process(
+        next(process.pid for name, process in demo.processes.items() if name.startswith("gateway"))
+    )
     [found] = [each for each in gateway.children() if "services.requests.workers.grammars.worker" in each.cmdline()]
     yield found
 
@@ -252,4 +331,7 @@ def is_dead(process: psutil.Process) -> bool:
 def test_a_helper_that_is_killed_costs_nobody_a_request(demo: Deployment, helper: psutil.Process) -> None:
     helper.kill()
     wait_until(lambda: is_dead(helper), description="it is dead")
-    assert ask(demo, temperature=0, extra_body={"guided_choice": ["never seen before"]}).message.content == "never seen before"
+    assert (
+        ask(demo, temperature=0, extra_body={"guided_choice": ["never seen before"]}).message.content
+        == "never seen before"
+    )

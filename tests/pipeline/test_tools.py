@@ -1,4 +1,6 @@
-"""Tools and thoughts through the whole pipeline: what has to be called is called, by a model that has never heard of tools."""
+"""Tools and thoughts through the whole pipeline: what has to be called is called, by a model that
+has never heard of tools.
+"""
 
 import asyncio
 import json
@@ -35,7 +37,13 @@ WEATHER: dict[str, Any] = {
 }
 NOTHING: dict[str, Any] = {"type": "function", "function": {"name": "do_nothing"}}
 ASKED: list[Any] = [{"role": "user", "content": "What is the weather?"}]
-BODY: dict[str, Any] = {"model": MODEL, "messages": ASKED, "tools": [WEATHER, NOTHING], "temperature": 1.3, "max_tokens": 400}
+BODY: dict[str, Any] = {
+    "model": MODEL,
+    "messages": ASKED,
+    "tools": [WEATHER, NOTHING],
+    "temperature": 1.3,
+    "max_tokens": 400,
+}
 
 
 def check(name: str, arguments: str) -> None:
@@ -62,11 +70,17 @@ def put_together(stream: Any) -> tuple[list[tuple[str, str, str]], str]:
 @pytest.mark.parametrize("seed", range(2))
 def test_a_required_call_comes_whole_and_streamed_alike(demo: Deployment, seed: int) -> None:
     client = demo.client()
-    choice = client.chat.completions.create(**BODY, tool_choice="required", parallel_tool_calls=False, seed=seed).choices[0]
+    choice = client.chat.completions.create(
+        **BODY, tool_choice="required", parallel_tool_calls=False, seed=seed
+    ).choices[0]
     [call] = choice.message.tool_calls or []
     assert choice.message.content is None and choice.finish_reason == "tool_calls" and call.id.startswith("call_")
     check(call.function.name, call.function.arguments)
-    streamed, finish = put_together(client.chat.completions.create(**BODY, tool_choice="required", parallel_tool_calls=False, seed=seed, stream=True))
+    streamed, finish = put_together(
+        client.chat.completions.create(
+            **BODY, tool_choice="required", parallel_tool_calls=False, seed=seed, stream=True
+        )
+    )
     assert [each[1:] for each in streamed] == [(call.function.name, call.function.arguments)] and finish == "tool_calls"
 
 
@@ -87,13 +101,21 @@ def test_a_named_call_is_made_and_the_conversation_goes_on(demo: Deployment) -> 
     [call] = reply.message.tool_calls or []
     check("get_weather", call.function.arguments)
     assert call.function.name == "get_weather" and reply.finish_reason == "stop"
-    messages = [*ASKED, reply.message, {"role": "tool", "tool_call_id": call.id, "content": "It rains."}, {"role": "developer", "content": "Be brief."}]
+    messages = [
+        *ASKED,
+        reply.message,
+        {"role": "tool", "tool_call_id": call.id, "content": "It rains."},
+        {"role": "developer", "content": "Be brief."},
+    ]
     answer = client.chat.completions.create(**BODY | {"messages": messages, "max_tokens": 5})
     assert answer.usage is not None and answer.usage.completion_tokens > 0
 
 
 def test_an_allowed_tool_is_the_only_one(demo: Deployment) -> None:
-    allowed: Any = {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": [{"type": "function", "function": {"name": "do_nothing"}}]}}
+    allowed: Any = {
+        "type": "allowed_tools",
+        "allowed_tools": {"mode": "required", "tools": [{"type": "function", "function": {"name": "do_nothing"}}]},
+    }
     reply = demo.client().chat.completions.create(**BODY, tool_choice=allowed, seed=1, parallel_tool_calls=False)
     assert [call.function.name for call in reply.choices[0].message.tool_calls or []] == ["do_nothing"]
 
@@ -107,7 +129,15 @@ class GetForecast(BaseModel):
 def test_parse_gives_the_arguments_as_objects(demo: Deployment) -> None:
     client = demo.client()
     tool = openai.pydantic_function_tool(GetForecast)
-    called = client.chat.completions.parse(model=MODEL, messages=ASKED, tools=[tool], tool_choice="required", parallel_tool_calls=False, max_tokens=100, seed=2)
+    called = client.chat.completions.parse(
+        model=MODEL,
+        messages=ASKED,
+        tools=[tool],
+        tool_choice="required",
+        parallel_tool_calls=False,
+        max_tokens=100,
+        seed=2,
+    )
     [call, *_] = called.choices[0].message.tool_calls or []
     assert isinstance(call.function.parsed_arguments, GetForecast)
 
@@ -151,7 +181,11 @@ def thinking(tmp_path_factory: pytest.TempPathFactory, redis_binary: Path | None
 @pytest.mark.more
 def test_a_thought_is_told_from_the_answer_and_survives_a_killed_sampler(thinking: Deployment) -> None:
     client = thinking.client()
-    body: dict[str, Any] = {"model": MODEL, "messages": [{"role": "user", "content": "What is Penstock?"}], "temperature": 0}
+    body: dict[str, Any] = {
+        "model": MODEL,
+        "messages": [{"role": "user", "content": "What is Penstock?"}],
+        "temperature": 0,
+    }
     whole = client.chat.completions.create(**body)
     message = whole.choices[0].message
     assert message.content is None and message.model_extra is not None
@@ -159,7 +193,9 @@ def test_a_thought_is_told_from_the_answer_and_survives_a_killed_sampler(thinkin
     assert message.model_extra["reasoning_content"].startswith("Penstock is a server for large language models.")
     assert whole.usage is not None and whole.usage.completion_tokens_details is not None
     assert whole.usage.completion_tokens_details.reasoning_tokens == whole.usage.completion_tokens
-    again = client.chat.completions.create(**body | {"messages": [*body["messages"], message, {"role": "user", "content": "Why?"}], "max_tokens": 3})
+    again = client.chat.completions.create(
+        **body | {"messages": [*body["messages"], message, {"role": "user", "content": "Why?"}], "max_tokens": 3}
+    )
     assert again.choices[0].finish_reason == "length"
     long = body | {"max_tokens": 300, "stream": True, "stream_options": {"include_position": True}, "ignore_eos": True}
     url = thinking.url() + "/v1/chat/completions"
@@ -177,11 +213,23 @@ def test_a_thought_is_told_from_the_answer_and_survives_a_killed_sampler(thinkin
 
 def test_a_search_tells_thoughts_from_answers(thinking: Deployment) -> None:
     """The answer of a search comes whole, and begins with what the template has opened."""
-    asked: dict[str, Any] = {"model": MODEL, "messages": [{"role": "user", "content": "What is Penstock?"}], "temperature": 0, "max_tokens": 8}
+    asked: dict[str, Any] = {
+        "model": MODEL,
+        "messages": [{"role": "user", "content": "What is Penstock?"}],
+        "temperature": 0,
+        "max_tokens": 8,
+    }
     plain = thinking.client().chat.completions.create(**asked)
-    found = thinking.client().chat.completions.create(**asked, extra_body={"use_beam_search": True})  # of one beam: the likeliest token each time
-    assert found.choices[0].message.content is None and found.choices[0].message.model_extra == plain.choices[0].message.model_extra
-    assert found.usage is not None and found.usage.completion_tokens == 8 and found.usage.completion_tokens_details is None
+    found = thinking.client().chat.completions.create(
+        **asked, extra_body={"use_beam_search": True}
+    )  # of one beam: the likeliest token each time
+    assert (
+        found.choices[0].message.content is None
+        and found.choices[0].message.model_extra == plain.choices[0].message.model_extra
+    )
+    assert (
+        found.usage is not None and found.usage.completion_tokens == 8 and found.usage.completion_tokens_details is None
+    )
 
 
 def thoughts(text: str) -> str:
@@ -192,7 +240,9 @@ def thoughts(text: str) -> str:
 def test_a_forced_call_comes_behind_a_thought_or_at_once(thinking: Deployment) -> None:
     """This model does not know how to end a thought: it thinks as long as it may."""
     client = thinking.client()
-    at_once = client.chat.completions.create(**BODY, tool_choice="required", parallel_tool_calls=False, seed=5, reasoning_effort="none")
+    at_once = client.chat.completions.create(
+        **BODY, tool_choice="required", parallel_tool_calls=False, seed=5, reasoning_effort="none"
+    )
     [call] = at_once.choices[0].message.tool_calls or []
     check(call.function.name, call.function.arguments)
     assert "reasoning" not in (at_once.choices[0].message.model_extra or {})

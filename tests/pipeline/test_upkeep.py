@@ -73,7 +73,9 @@ def test_a_batch_that_no_live_worker_has_gets_one_task(redis_url: str, client: "
     assert client.smembers("batches-running") == {b"batch_lost", b"batch_of_a_dead_worker"}
 
 
-def test_a_batch_that_waits_for_its_turn_is_not_sent_again_unless_tasks_are_lost(redis_url: str, client: "redis.Redis", tmp_path: Path) -> None:
+def test_a_batch_that_waits_for_its_turn_is_not_sent_again_unless_tasks_are_lost(
+    redis_url: str, client: "redis.Redis", tmp_path: Path
+) -> None:
     async def create(runtime: JobsRuntime) -> None:
         for name in ("batch_a", "batch_b"):
             await runtime.batches.create(record(name))
@@ -86,7 +88,10 @@ def test_a_batch_that_waits_for_its_turn_is_not_sent_again_unless_tasks_are_lost
     do(redis_url, tmp_path, create, sweep)
     wait_for(30)
     do(redis_url, tmp_path, sweep)
-    assert min(client.ttl(batch_queued_key(name)) for name in ("batch_a", "batch_b")) > 30 and client.llen("celery:jobs") == 2
+    assert (
+        min(client.ttl(batch_queued_key(name)) for name in ("batch_a", "batch_b")) > 30
+        and client.llen("celery:jobs") == 2
+    )
     client.rpop("celery:jobs")  # and whoever took it is dead
     wait_for(30)
     do(redis_url, tmp_path, sweep)
@@ -99,12 +104,18 @@ def test_a_batch_that_waits_for_its_turn_is_not_sent_again_unless_tasks_are_lost
     assert client.llen("celery:jobs") == 0, "but for those that a worker may just have taken"
 
 
-def test_a_clock_that_goes_back_does_not_stop_the_upkeep(redis_url: str, client: "redis.Redis", tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_clock_that_goes_back_does_not_stop_the_upkeep(
+    redis_url: str, client: "redis.Redis", tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async def sweep_after_a_jump(runtime: JobsRuntime) -> None:
         await runtime.batches.create(record("batch_a"))
-        await runtime.client.set(upkeep_key("sweep"), "jobs-other", ex=3600)  # what is left of four seconds when Redis' clock has gone back
+        await runtime.client.set(
+            upkeep_key("sweep"), "jobs-other", ex=3600
+        )  # what is left of four seconds when Redis' clock has gone back
         await runtime.client.set(batch_lease_key("batch_a"), "jobs-dead/x", ex=3600)
-        runtime.stage._heartbeat.registry = Registry((structs.replace(runtime.stage.describe(), replica_id="jobs-dead"),))  # its name has an hour, too
+        runtime.stage._heartbeat.registry = Registry(
+            (structs.replace(runtime.stage.describe(), replica_id="jobs-dead"),)
+        )  # its name has an hour, too
         await sweep(runtime)
         add_tasks(runtime.queue, runtime)
         for each in runtime.queue.conf.beat_schedule.values():
@@ -128,8 +139,11 @@ def test_of_two_tasks_for_a_batch_one_is_done(redis_url: str, client: "redis.Red
 
 
 @pytest.mark.parametrize("taker", ["", "jobs-other/x"])
-def test_a_batch_whose_lease_ran_out_goes_on_unless_another_worker_has_it(taker: str, redis_url: str, client: "redis.Redis", tmp_path: Path) -> None:
-    line = b'{"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"model": "m", "prompt": "x"}}'  # there are no stages: it waits
+def test_a_batch_whose_lease_ran_out_goes_on_unless_another_worker_has_it(
+    taker: str, redis_url: str, client: "redis.Redis", tmp_path: Path
+) -> None:
+    # there are no stages: it waits
+    line = b'{"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"model": "m", "prompt": "x"}}'
 
     async def run(office: JobsRuntime) -> None:
         file = await office.files.add(io.BytesIO(line), "", "lines.jsonl", "batch", 3600, max_size=1 << 20)
@@ -154,7 +168,8 @@ def test_a_batch_whose_lease_ran_out_goes_on_unless_another_worker_has_it(taker:
 def test_neither_the_upkeep_nor_the_end_of_a_batch_waits_behind_batches_that_wait_for_their_turn(
     deployment: Deployment, client: "redis.Redis", tmp_path: Path
 ) -> None:
-    line = b'{"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"model": "m", "prompt": "x"}}'  # there are no stages: it waits
+    # there are no stages: it waits
+    line = b'{"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"model": "m", "prompt": "x"}}'
 
     async def create(runtime: JobsRuntime) -> None:
         file = await runtime.files.add(io.BytesIO(line), "", "lines.jsonl", "batch", 3600, max_size=1 << 20)
@@ -166,18 +181,29 @@ def test_neither_the_upkeep_nor_the_end_of_a_batch_waits_behind_batches_that_wai
 
     do(deployment.redis_url, tmp_path / "files", create, sweep)
     worker = deployment.start("jobs", files_url=str(tmp_path / "files"))
-    wait_until(lambda: len(client.keys(batch_lease_key("*"))) == CONCURRENCY, description="no more batches can be under way")
+    wait_until(
+        lambda: len(client.keys(batch_lease_key("*"))) == CONCURRENCY, description="no more batches can be under way"
+    )
     for _ in range(2):
         client.delete(upkeep_key("sweep"))
         wait_until(lambda: client.exists(upkeep_key("sweep")), description="the next sweep")
     assert client.llen("celery:jobs") == 2, "nothing but the batches that wait"
-    cancelled, late = (name for name in map("batch_{}".format, range(CONCURRENCY + 2)) if not client.exists(batch_lease_key(name)))
+    cancelled, late = (
+        name for name in map("batch_{}".format, range(CONCURRENCY + 2)) if not client.exists(batch_lease_key(name))
+    )
     client.hset(batch_key(cancelled), "status", "cancelling")
     asked = decode_record(BatchRecord, client.hget(batch_key(late), "record"))
     client.hset(batch_key(late), "record", msgpack.packb(asdict(replace(asked, expires_at=1))))
-    wait_until(lambda: (status_of(cancelled), status_of(late)) == (b"cancelled", b"expired"), description="both have ended")
-    wait_until(lambda: not client.exists(batch_lease_key(cancelled), batch_lease_key(late)), description="and are given up, which comes after")
-    assert len(client.keys(batch_lease_key("*"))) == CONCURRENCY and client.llen("celery:jobs") == 2, "the others are where they were"
+    wait_until(
+        lambda: (status_of(cancelled), status_of(late)) == (b"cancelled", b"expired"), description="both have ended"
+    )
+    wait_until(
+        lambda: not client.exists(batch_lease_key(cancelled), batch_lease_key(late)),
+        description="and are given up, which comes after",
+    )
+    assert len(client.keys(batch_lease_key("*"))) == CONCURRENCY and client.llen("celery:jobs") == 2, (
+        "the others are where they were"
+    )
     totals = [client.hmget(batch_key(each), "total", "not_executed") for each in (cancelled, late)]
     assert totals == [[b"1", b"1"]] * 2, "each of their lines has an answer that says so"
     server = int(client.info("server")["process_id"])
@@ -199,7 +225,11 @@ def test_what_waits_is_told_with_and_without_workers(redis_url: str, client: "re
     async def begin(runtime: JobsRuntime) -> None:
         await runtime.batches.move("batch_old", ("validating",), "in_progress", total=10)
         async with runtime.client.pipeline(transaction=False) as pipe:
-            for counts in ({"completed": 3, "failed": 1}, {"completed": 2, "failed": 0}, {"completed": 3, "failed": 2}):  # the second: by who begins again
+            for counts in (
+                {"completed": 3, "failed": 1},
+                {"completed": 2, "failed": 0},
+                {"completed": 3, "failed": 2},
+            ):  # the second: by who begins again
                 queue_note(pipe, "batch_old", counts)
             queue_note(pipe, "batch_of_nobody", {"completed": 3})
             await pipe.execute()
@@ -211,13 +241,21 @@ def test_what_waits_is_told_with_and_without_workers(redis_url: str, client: "re
     do(redis_url, tmp_path, create)
     assert figures() == {b"oldest_at": b"1000", b"progressed_at": b"1000"}, "nobody has swept yet"
     do(redis_url, tmp_path, begin, sweep)
-    assert figures() == {b"oldest_at": b"1000", b"progressed_at": b"2000", b"lines_waiting": b"5", b"completed": b"3", b"failed": b"2"}
+    assert figures() == {
+        b"oldest_at": b"1000",
+        b"progressed_at": b"2000",
+        b"lines_waiting": b"5",
+        b"completed": b"3",
+        b"failed": b"2",
+    }
     do(redis_url, tmp_path, end, sweep)
     assert figures() == {b"completed": b"3", b"failed": b"2", b"ended:cancelled": b"1", b"ended:expired": b"1"}
     assert client.ttl("batch-figures") > 0 and not client.exists("batch:batch_of_nobody")
 
 
-def test_near_its_limit_redis_keeps_logs_of_ended_requests_for_a_minute(redis_url: str, client: "redis.Redis", tmp_path: Path) -> None:
+def test_near_its_limit_redis_keeps_logs_of_ended_requests_for_a_minute(
+    redis_url: str, client: "redis.Redis", tmp_path: Path
+) -> None:
     for name, ttl_s in (("log:ended", LOG_TTL_S), ("log:running", RUNNING_LOG_TTL_S)):
         client.xadd(name, {"m": "x"}, "1-0")
         client.expire(name, ttl_s)
@@ -234,7 +272,9 @@ def test_near_its_limit_redis_keeps_logs_of_ended_requests_for_a_minute(redis_ur
     assert client.ttl("log:ended") > 3000 and not client.exists(upkeep_key("full"))
     use(0.72)
     assert client.ttl("log:ended") <= 60 < 80_000 < client.ttl("log:running") and not client.exists(upkeep_key("full"))
-    assert client.ttl("stored:ended") <= 60 and client.ttl("response:ended") > 80_000, "another sequence of that response runs"
+    assert client.ttl("stored:ended") <= 60 and client.ttl("response:ended") > 80_000, (
+        "another sequence of that response runs"
+    )
     use(0.78)
     assert client.exists(upkeep_key("full"))
     client.expire("log:ended", LOG_TTL_S)

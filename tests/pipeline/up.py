@@ -18,7 +18,14 @@ ONE_THREAD = {"PENSTOCK_NUM_THREADS": "1"}  # other tests want the cores, too
 
 
 def run(*arguments: str, text: str = "", **environment: str) -> "subprocess.CompletedProcess[str]":
-    return subprocess.run([*COMMAND, *arguments], input=text, capture_output=True, text=True, timeout=120, env={**os.environ, **ONE_THREAD, **environment})
+    return subprocess.run(
+        [*COMMAND, *arguments],
+        input=text,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, **ONE_THREAD, **environment},
+    )
 
 
 def run_forked(log: Path, *arguments: str) -> tuple[int, str]:
@@ -29,21 +36,41 @@ def run_forked(log: Path, *arguments: str) -> tuple[int, str]:
 
 
 class Up:
-    """Started, and ready. Its output goes to a file in `folder`, its data to a folder there, which a second one can take over."""
+    """Started, and ready. Its output goes to a file in `folder`, its data to a folder there, which
+    a second one can take over.
+    """
 
-    def __init__(self, folder: Path, *arguments: str, model: str = "demo", num_threads: int = 1, timeout_s: float = 180.0) -> None:
+    def __init__(
+        self, folder: Path, *arguments: str, model: str = "demo", num_threads: int = 1, timeout_s: float = 180.0
+    ) -> None:
         """num_threads: of the model; 1, since other tests want the cores, too. 0: all."""
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self.data_dir = folder / "data"
         self.log = folder / "up.log"
-        command = [*COMMAND, "up", "--model", model, "--port", str(self.port), "--data-dir", str(self.data_dir), *arguments]
+        command = [
+            *COMMAND,
+            "up",
+            "--model",
+            model,
+            "--port",
+            str(self.port),
+            "--data-dir",
+            str(self.data_dir),
+            *arguments,
+        ]
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(
-                command, env={**os.environ, "PENSTOCK_NUM_THREADS": str(num_threads)}, stdout=log, stderr=log, start_new_session=True
+                command,
+                env={**os.environ, "PENSTOCK_NUM_THREADS": str(num_threads)},
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
             )
         try:
-            wait_until(lambda: "curl" in self.log.read_text(), description="it says how to send a request", timeout_s=timeout_s)
+            wait_until(
+                lambda: "curl" in self.log.read_text(), description="it says how to send a request", timeout_s=timeout_s
+            )
         except AssertionError:
             self.end()
             raise

@@ -1,8 +1,11 @@
-"""`make verify SUITE=proxies`: gateways behind a real nginx and a real Caddy, by the configurations of deploy/proxy. Not part of `make test`: it needs
+"""`make verify SUITE=proxies`: gateways behind a real nginx and a real Caddy, by the configurations
+of deploy/proxy. Not part of `make test`: it needs
 nginx and caddy (apt install nginx caddy; what is missing is left out, and said) and openssl.
 
-Shows that tokens are not held back, that a stream which waits stays open, that HTTPS, keys, limits and errors come through, that bodies are bounded,
-and that clients see a gateway's death as they would without a proxy: a stream is resumed, other requests are answered. Addresses, names of files
+Shows that tokens are not held back, that a stream which waits stays open, that HTTPS, keys, limits
+and errors come through, that bodies are bounded,
+and that clients see a gateway's death as they would without a proxy: a stream is resumed, other
+requests are answered. Addresses, names of files
 and the certificate's origin are replaced by the test's own; all else is run as it stands.
 """
 
@@ -84,17 +87,26 @@ class Site:
         headers = {"Host": NAME} | ({"Authorization": f"Bearer {self.keys[tenant]}"} if tenant else {})
         limits = httpx.Limits(max_keepalive_connections=None if keep_alive else 0)
         return httpx.AsyncClient(
-            base_url=f"https://127.0.0.1:{self.port}", headers=headers, verify=ssl.create_default_context(cafile=self.folder / "site.pem"),
-            event_hooks={"request": [name_site]}, trust_env=False, timeout=180, limits=limits,
-        )  # fmt: skip
+            base_url=f"https://127.0.0.1:{self.port}",
+            headers=headers,
+            verify=ssl.create_default_context(cafile=self.folder / "site.pem"),
+            event_hooks={"request": [name_site]},
+            trust_env=False,
+            timeout=180,
+            limits=limits,
+        )
 
     def post(self, tenant: str, path: str, content: bytes) -> httpx.Response:
-        """Posts by a client that still reads the answer when the other side hangs up on what it sends, as Caddy does half a second after a refusal."""
+        """Posts by a client that still reads the answer when the other side hangs up on what it
+        sends, as Caddy does half a second after a refusal.
+        """
 
         def name_site(request: httpx.Request) -> None:
             request.extensions["sni_hostname"] = NAME
 
-        headers = {"Host": NAME, "Content-Type": "multipart/form-data; boundary=x"} | ({"Authorization": f"Bearer {self.keys[tenant]}"} if tenant else {})
+        headers = {"Host": NAME, "Content-Type": "multipart/form-data; boundary=x"} | (
+            {"Authorization": f"Bearer {self.keys[tenant]}"} if tenant else {}
+        )
         verify = ssl.create_default_context(cafile=self.folder / "site.pem")
         with httpx.Client(verify=verify, event_hooks={"request": [name_site]}, trust_env=False, timeout=180) as client:
             return client.post(f"https://127.0.0.1:{self.port}{path}", content=content, headers=headers)
@@ -104,7 +116,9 @@ class Site:
 
 
 def configure(proxy: str, folder: Path, port: int, gateways: list[int]) -> list[str]:
-    """Write the repository's configuration with the test's addresses and certificate. Returns the command that runs it."""
+    """Write the repository's configuration with the test's addresses and certificate. Returns the
+    command that runs it.
+    """
     site = (CONFIGURATIONS / ("nginx.conf" if proxy == "nginx" else "Caddyfile")).read_text()
     for number, gateway in enumerate(gateways):
         site = replaced(site, f"127.0.0.1:{8000 + number}", f"127.0.0.1:{gateway}")
@@ -112,7 +126,9 @@ def configure(proxy: str, folder: Path, port: int, gateways: list[int]) -> list[
         site = replaced(site, "listen 443 ", f"listen 127.0.0.1:{port} ")
         for suffix in ("pem", "key"):
             site = replaced(site, f"/etc/ssl/{NAME}.{suffix}", str(folder / f"site.{suffix}"))
-        (folder / "nginx.conf").write_text(NGINX.format(user="root" if os.getuid() == 0 else "nobody", folder=folder, site=site))
+        (folder / "nginx.conf").write_text(
+            NGINX.format(user="root" if os.getuid() == 0 else "nobody", folder=folder, site=site)
+        )
         return ["nginx", "-p", str(folder), "-e", "stderr", "-c", str(folder / "nginx.conf"), "-g", "daemon off;"]
     site = replaced(site, f"\n{NAME} {{", f"\n{NAME}:{port} {{\n\ttls {folder}/site.pem {folder}/site.key")
     (folder / "Caddyfile").write_text(CADDY.format(site=site))
@@ -130,8 +146,22 @@ def running(proxy: str, deployment: Deployment, keys: dict[str, str], gateways: 
     folder, port = deployment.folder / f"{proxy}-{free_port()}", free_port()
     folder.mkdir()
     subject = ["-subj", f"/CN={NAME}", "-addext", f"subjectAltName=DNS:{NAME}"]
-    make = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "2", *subject]
-    subprocess.run([*make, "-keyout", folder / "site.key", "-out", folder / "site.pem"], check=True, capture_output=True)
+    make = [
+        "openssl",
+        "req",
+        "-x509",
+        "-newkey",
+        "ec",
+        "-pkeyopt",
+        "ec_paramgen_curve:prime256v1",
+        "-nodes",
+        "-days",
+        "2",
+        *subject,
+    ]
+    subprocess.run(
+        [*make, "-keyout", folder / "site.key", "-out", folder / "site.pem"], check=True, capture_output=True
+    )
     command = configure(proxy, folder, port, [deployment.ports[name] for name in gateways])
     environment = {**os.environ, "XDG_DATA_HOME": str(folder), "XDG_CONFIG_HOME": str(folder), "HOME": str(folder)}
     with (folder / "log").open("wb") as log:
@@ -197,8 +227,12 @@ async def tokens_come_as_they_are_made(site: Site) -> None:
                     text += piece
     assert text == expected
     distinct = sum(after - before > 0.001 for before, after in zip(arrivals, arrivals[1:], strict=False))
-    assert distinct > 10 and arrivals[0] < arrivals[-1] / 2, f"held back: first {arrivals[0]:.3f} s, last {arrivals[-1]:.3f} s, {distinct} pieces"
-    site.say(f"a stream's first token after {arrivals[0]:.3f} s, its last after {arrivals[-1]:.3f} s, in {distinct} pieces")
+    assert distinct > 10 and arrivals[0] < arrivals[-1] / 2, (
+        f"held back: first {arrivals[0]:.3f} s, last {arrivals[-1]:.3f} s, {distinct} pieces"
+    )
+    site.say(
+        f"a stream's first token after {arrivals[0]:.3f} s, its last after {arrivals[-1]:.3f} s, in {distinct} pieces"
+    )
 
 
 async def a_silent_stream_stays_open(site: Site) -> None:
@@ -252,7 +286,9 @@ async def keys_and_limits_come_through(site: Site) -> None:
         assert (await team.get("/metrics")).status_code == 403
         replies = [await limited.post("/v1/completions", json=BODY | {"max_tokens": 1}) for _ in range(3)]
         assert [each.status_code for each in replies] == [200, 200, 429], replies
-        assert replies[0].headers["x-ratelimit-remaining-requests"] == "1" and int(replies[2].headers["retry-after"]) > 0
+        assert (
+            replies[0].headers["x-ratelimit-remaining-requests"] == "1" and int(replies[2].headers["retry-after"]) > 0
+        )
         answered = await team.post("/v1/completions", json=BODY | {"max_tokens": 1}, headers={"X-Request-Id": "mine"})
         assert answered.status_code == 200 and answered.headers["x-request-id"] == "mine"
     site.say("401, 403, 429 with Retry-After and what is left; X-Request-Id")
@@ -261,12 +297,23 @@ async def keys_and_limits_come_through(site: Site) -> None:
 async def bodies_are_bounded(site: Site) -> None:
     """Files are longer than other bodies may be; what is too long is refused in the API's shape."""
     async with site.client() as client:
-        stored = await client.post("/v1/files", files={"file": ("lines.jsonl", b"{}\n" * (20 << 18))}, data={"purpose": "batch"})
+        stored = await client.post(
+            "/v1/files", files={"file": ("lines.jsonl", b"{}\n" * (20 << 18))}, data={"purpose": "batch"}
+        )
         assert stored.status_code == 200, (stored.status_code, stored.text)
         await client.delete(f"/v1/files/{stored.json()['id']}")
-    for tenant, path, num_mib, status in (("team", "/v1/completions", 9, 413), ("team", "/v1/files", 220, 413), ("", "/v1/files", 20, 401)):
+    for tenant, path, num_mib, status in (
+        ("team", "/v1/completions", 9, 413),
+        ("team", "/v1/files", 220, 413),
+        ("", "/v1/files", 20, 401),
+    ):
         reply = await asyncio.to_thread(site.post, tenant, path, b"x" * (num_mib << 20))
-        assert reply.status_code == status and reply.json()["error"]["message"], (path, num_mib, reply.status_code, reply.text[:300])
+        assert reply.status_code == status and reply.json()["error"]["message"], (
+            path,
+            num_mib,
+            reply.status_code,
+            reply.text[:300],
+        )
     site.say("a file of 15 MB is taken; longer ones, and other bodies above 8 MB, are refused in JSON")
 
 
@@ -274,7 +321,11 @@ async def who_leaves_is_cancelled(site: Site) -> None:
     async with site.client() as client, streaming(client, 900) as reply:
         await anext(reply.aiter_lines())
     with site.deployment.redis() as redis:
-        wait_until(lambda: not redis.hlen(f"inflight:{MODEL}"), description="the request of a client that left is cancelled", timeout_s=20)
+        wait_until(
+            lambda: not redis.hlen(f"inflight:{MODEL}"),
+            description="the request of a client that left is cancelled",
+            timeout_s=20,
+        )
     site.say("a client that leaves has its request cancelled")
 
 
@@ -292,7 +343,10 @@ async def kept_connections_are_not_stale(site: Site) -> None:
                 await asyncio.sleep(idle_s - early_s)
                 statuses = await asyncio.gather(*(ask() for _ in range(NUM_IDLE)))
                 assert set(statuses) == {200}, f"after {idle_s - early_s:g} s: {sorted(statuses)}"
-    site.say(f"{NUM_IDLE} requests at once on connections that were idle for {' and '.join(f'{each:g}' for each in IDLE_S)} s: all answered")
+    site.say(
+        f"{NUM_IDLE} requests at once on connections that were idle for "
+        f"{' and '.join(f'{each:g}' for each in IDLE_S)} s: all answered"
+    )
 
 
 async def a_gateway_dies(site: Site) -> None:
@@ -327,11 +381,17 @@ async def a_gateway_dies(site: Site) -> None:
         statuses: list[int] = []
         while statuses[-20:] != [200] * 20:
             reply = await client.post("/v1/completions", json=BODY | {"max_tokens": 1})
-            assert reply.status_code == 200 or (reply.status_code == 503 and "retry-after" in reply.headers), (reply.status_code, reply.text)
+            assert reply.status_code == 200 or (reply.status_code == 503 and "retry-after" in reply.headers), (
+                reply.status_code,
+                reply.text,
+            )
             statuses.append(reply.status_code)
             assert len(statuses) < 60, statuses
     refused = f"{statuses.count(503)} got 503 before that was noticed"
-    site.say(f"a gateway killed in the middle of a stream: resumed at the other, the same text; of {len(statuses)} requests after it {refused}")
+    site.say(
+        f"a gateway killed in the middle of a stream: resumed at the other, the same text; of {len(statuses)} "
+        f"requests after it {refused}"
+    )
 
 
 async def all_gateways_are_dead(site: Site) -> None:
@@ -348,7 +408,10 @@ async def without_keys_only_for_this_machine(site: Site) -> None:
     async with site.client("") as client:
         for method, path in (("GET", "/v1/models"), ("POST", "/v1/completions"), ("GET", "/metrics")):
             reply = await client.request(method, path, json=BODY)
-            assert reply.status_code == 403 and reply.json()["error"]["code"] == "host_not_allowed", (reply.status_code, reply.text)
+            assert reply.status_code == 403 and reply.json()["error"]["code"] == "host_not_allowed", (
+                reply.status_code,
+                reply.text,
+            )
     site.say("a gateway without keys answers nobody who comes by the proxy")
 
 
@@ -361,9 +424,16 @@ def check(proxy: str, deployment: Deployment, keys: dict[str, str], slow_s: floa
     for gateway in GATEWAYS:
         wait_until(partial(is_ready, deployment, gateway), description=f"{gateway} ready", timeout_s=60)
     steps: list[Callable[[Site], Any]] = [
-        tokens_come_as_they_are_made, a_silent_stream_stays_open, keys_and_limits_come_through, bodies_are_bounded, who_leaves_is_cancelled,
-        kept_connections_are_not_stale, partial(a_slow_answer_is_waited_for, seconds=slow_s), a_gateway_dies, all_gateways_are_dead,
-    ]  # fmt: skip
+        tokens_come_as_they_are_made,
+        a_silent_stream_stays_open,
+        keys_and_limits_come_through,
+        bodies_are_bounded,
+        who_leaves_is_cancelled,
+        kept_connections_are_not_stale,
+        partial(a_slow_answer_is_waited_for, seconds=slow_s),
+        a_gateway_dies,
+        all_gateways_are_dead,
+    ]
     with running(proxy, deployment, keys, list(GATEWAYS)) as site:
         for step in steps:
             asyncio.run(step(site))
@@ -373,7 +443,13 @@ def check(proxy: str, deployment: Deployment, keys: dict[str, str], slow_s: floa
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.proxies", description="Gateways behind nginx and Caddy.")
-    parser.add_argument("--slow", type=float, default=65.0, metavar="SECONDS", help="for which an answer is awaited (default: %(default)g)")
+    parser.add_argument(
+        "--slow",
+        type=float,
+        default=65.0,
+        metavar="SECONDS",
+        help="for which an answer is awaited (default: %(default)g)",
+    )
     parser.add_argument("--only", choices=PROXIES, help="with this one")
     args = parser.parse_args()
     wanted = [args.only] if args.only else PROXIES

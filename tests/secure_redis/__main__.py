@@ -1,7 +1,9 @@
-"""`make verify SUITE=redis`: the pipeline on a Redis that speaks TLS only and knows a user for each stage (deploy/redis/users.acl). Not part of `make test`: it
+"""`make verify SUITE=redis`: the pipeline on a Redis that speaks TLS only and knows a user for each
+stage (deploy/redis/users.acl). Not part of `make test`: it
 needs a redis-server from 7.0 on that is built with TLS (Debian's redis-server is), and openssl.
 
-Shows that the pipeline works so, through the death of a stage, without one refused command; what each user can't do; and that a wrong password,
+Shows that the pipeline works so, through the death of a stage, without one refused command; what
+each user can't do; and that a wrong password,
 a certificate of nobody's, and a connection without TLS are refused in one line.
 """
 
@@ -27,9 +29,20 @@ from tests.waiting import wait_until
 STAGES = ("sampler", "tokenizer", "compute", "gateway", "jobs")
 USERS = (*MAY, "operator")
 CERTIFICATE = [
-    "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "2", "-subj", "/CN=localhost",
-    "-addext", "subjectAltName=DNS:localhost,IP:127.0.0.1",
-]  # fmt: skip
+    "req",
+    "-x509",
+    "-newkey",
+    "ec",
+    "-pkeyopt",
+    "ec_paramgen_curve:prime256v1",
+    "-nodes",
+    "-days",
+    "2",
+    "-subj",
+    "/CN=localhost",
+    "-addext",
+    "subjectAltName=DNS:localhost,IP:127.0.0.1",
+]
 # in place of NOPERM: as a script is told, and of what the server's configuration keeps from everybody
 REFUSED = ("can't access at least one of the keys", "command not allowed")
 # Keys, and ways to list them, that a stage has no business with, by its user
@@ -49,25 +62,43 @@ FORBIDDEN: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("keda", ("XRANGE", "requests:{model}", "-", "+")),
     *((user, ("SCAN", "0")) for user in MAY if user != "jobs"),
     *((user, ("GET", "anything")) for user in MAY),
-)  # fmt: skip
+)
 
 
 @contextmanager
 def secure_redis(folder: Path) -> Iterator[int]:
-    """A server that speaks TLS only, with the users of the repository; their passwords are `<user>-secret`. Yields its port."""
+    """A server that speaks TLS only, with the users of the repository; their passwords are
+    `<user>-secret`. Yields its port.
+    """
     for name in ("redis", "other"):
-        subprocess.run(["openssl", *CERTIFICATE, "-keyout", folder / f"{name}.key", "-out", folder / f"{name}.crt"], check=True, capture_output=True)
+        subprocess.run(
+            ["openssl", *CERTIFICATE, "-keyout", folder / f"{name}.key", "-out", folder / f"{name}.crt"],
+            check=True,
+            capture_output=True,
+        )
     users = ACL.read_text()
     for user in USERS:
         users = users.replace(f"{user.upper()}_PASSWORD", f"{user}-secret")
     (folder / "users.acl").write_text(users)
     port = free_port()
     options: dict[str, Any] = {
-        "port": 0, "tls-port": port, "bind": "127.0.0.1", "tls-cert-file": folder / "redis.crt", "tls-key-file": folder / "redis.key",
-        "tls-ca-cert-file": folder / "redis.crt", "tls-auth-clients": "no", "aclfile": folder / "users.acl", "dir": folder, "appendonly": "yes",
-        "maxmemory-policy": "noeviction", "save": "",
-    }  # fmt: skip
-    command = [shutil.which("redis-server") or "redis-server", *(part for name, value in options.items() for part in (f"--{name}", str(value)))]
+        "port": 0,
+        "tls-port": port,
+        "bind": "127.0.0.1",
+        "tls-cert-file": folder / "redis.crt",
+        "tls-key-file": folder / "redis.key",
+        "tls-ca-cert-file": folder / "redis.crt",
+        "tls-auth-clients": "no",
+        "aclfile": folder / "users.acl",
+        "dir": folder,
+        "appendonly": "yes",
+        "maxmemory-policy": "noeviction",
+        "save": "",
+    }
+    command = [
+        shutil.which("redis-server") or "redis-server",
+        *(part for name, value in options.items() for part in (f"--{name}", str(value))),
+    ]
     with (folder / "redis.log").open("wb") as log:
         process = subprocess.Popen(command, stdout=log, stderr=log)
     try:
@@ -93,10 +124,19 @@ def is_up(folder: Path, port: int) -> bool:
 def works(deployment: Deployment) -> None:
     """Streams, whole and stored answers, a cancel, and the death of a sampler in the middle of a text."""
     with deployment.client() as client:
-        reply = client.chat.completions.create(model=MODEL, messages=[{"role": "user", "content": "What is Penstock?"}], temperature=0)
+        reply = client.chat.completions.create(
+            model=MODEL, messages=[{"role": "user", "content": "What is Penstock?"}], temperature=0
+        )
         answer = reply.choices[0].message.content
         assert answer and answer.startswith("Penstock is a server"), answer
-        fields: dict[str, Any] = {"model": MODEL, "prompt": "The", "seed": 3, "temperature": 0.8, "max_tokens": 200, "extra_body": {"ignore_eos": True}}
+        fields: dict[str, Any] = {
+            "model": MODEL,
+            "prompt": "The",
+            "seed": 3,
+            "temperature": 0.8,
+            "max_tokens": 200,
+            "extra_body": {"ignore_eos": True},
+        }
         whole = client.completions.create(**fields).choices[0].text
         text = ""
         for number, chunk in enumerate(client.completions.create(**fields, stream=True)):
@@ -107,14 +147,23 @@ def works(deployment: Deployment) -> None:
         assert text == whole, "the text changed with the sampler's death"
         print("ok: chat, completions, and a sampler killed in the middle of a stream: the same text")
         first = client.responses.create(model=MODEL, input="Hello", max_output_tokens=20, temperature=0)
-        client.responses.create(model=MODEL, input="And?", previous_response_id=first.id, background=True, max_output_tokens=500)
-        client.responses.cancel(client.responses.create(model=MODEL, input="x", background=True, max_output_tokens=900).id)
+        client.responses.create(
+            model=MODEL, input="And?", previous_response_id=first.id, background=True, max_output_tokens=500
+        )
+        client.responses.cancel(
+            client.responses.create(model=MODEL, input="x", background=True, max_output_tokens=900).id
+        )
         client.responses.delete(first.id)
         stream = client.completions.create(**fields | {"max_tokens": 900}, stream=True)
         next(iter(stream))
         stream.close()
         print("ok: responses stored, gone on with, cancelled and deleted; a client that went away")
-        line: dict[str, Any] = {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"model": MODEL, "prompt": "The", "max_tokens": 5}}
+        line: dict[str, Any] = {
+            "custom_id": "a",
+            "method": "POST",
+            "url": "/v1/completions",
+            "body": {"model": MODEL, "prompt": "The", "max_tokens": 5},
+        }
         file = client.files.create(file=("lines.jsonl", json.dumps(line).encode()), purpose="batch")
         batch = client.batches.create(input_file_id=file.id, endpoint="/v1/completions", completion_window="24h")
         wait_until(lambda: client.batches.retrieve(batch.id).status == "completed", description="a batch", timeout_s=60)
@@ -122,9 +171,17 @@ def works(deployment: Deployment) -> None:
         long = line | {"body": line["body"] | {"max_tokens": 900, "ignore_eos": True}}
         file = client.files.create(file=("long.jsonl", json.dumps(long).encode()), purpose="batch")
         batch = client.batches.create(input_file_id=file.id, endpoint="/v1/completions", completion_window="24h")
-        wait_until(lambda: deployment.redis().exists(f"inflight:{MODEL}"), description="its line is in the pipeline", timeout_s=60)
+        wait_until(
+            lambda: deployment.redis().exists(f"inflight:{MODEL}"),
+            description="its line is in the pipeline",
+            timeout_s=60,
+        )
         client.batches.cancel(batch.id)
-        wait_until(lambda: client.batches.retrieve(batch.id).status == "cancelled", description="a batch is cancelled", timeout_s=60)
+        wait_until(
+            lambda: client.batches.retrieve(batch.id).status == "cancelled",
+            description="a batch is cancelled",
+            timeout_s=60,
+        )
         print("ok: a file, a batch of it, and one that is cancelled while it runs")
     with httpx.stream("GET", f"{deployment.url()}/live", timeout=10, trust_env=False) as live:
         assert any('"num_held_blocks"' in line for line in islice(live.iter_lines(), 40)), "compute shows nothing"
@@ -134,7 +191,9 @@ def works(deployment: Deployment) -> None:
 
 
 def other_passwords(deployment: Deployment, folder: Path, port: int) -> None:
-    """While the stages run, each gets another password: it says so and ends, for whoever watches it to start it with the new one."""
+    """While the stages run, each gets another password: it says so and ends, for whoever watches it
+    to start it with the new one.
+    """
     with redis.Redis.from_url(url_of(folder, port, "operator")) as client:
         for name, process in deployment.processes.items():
             user = name.partition("-")[0]
@@ -142,7 +201,11 @@ def other_passwords(deployment: Deployment, folder: Path, port: int) -> None:
             client.execute_command("CLIENT", "KILL", "USER", user)
             process.wait(60)
             said = (deployment.folder / f"{name}.log").read_text()
-            assert process.returncode == 1 and "Redis refuses" in said and "Traceback" not in said, (name, process.returncode, said[-2000:])
+            assert process.returncode == 1 and "Redis refuses" in said and "Traceback" not in said, (
+                name,
+                process.returncode,
+                said[-2000:],
+            )
             client.execute_command("ACL", "SETUSER", user, "resetpass", f">{user}-secret")
     print("ok: a stage whose password is changed says so in a line, and ends")
 
@@ -152,7 +215,12 @@ def refusals(folder: Path, port: int) -> None:
     with redis.Redis.from_url(url_of(folder, port, "operator")) as client:
         risky = risky_commands(client)
     asked = [(user, tuple(part.format(model=MODEL) for part in command)) for user, command in FORBIDDEN]
-    asked += [(user, tuple(command)) for user in MAY for name, command in risky.items() if name not in MAY[user] | OWN_CONNECTION]
+    asked += [
+        (user, tuple(command))
+        for user in MAY
+        for name, command in risky.items()
+        if name not in MAY[user] | OWN_CONNECTION
+    ]
     for user, command in asked:
         with redis.Redis.from_url(url_of(folder, port, user)) as client:
             try:
@@ -181,17 +249,32 @@ def bad_connections(folder: Path, port: int) -> None:
         "no file of authorities": url_of(folder, port, "sampler", authority="absent"),
     }
     for what, url in urls.items():
-        command = [sys.executable, "-m", "services.sampler", "--model", "demo", "--redis-url", url, "--redis-timeout-s", "2"]
+        command = [
+            sys.executable,
+            "-m",
+            "services.sampler",
+            "--model",
+            "demo",
+            "--redis-url",
+            url,
+            "--redis-timeout-s",
+            "2",
+        ]
         ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
         said = ended.stderr.strip().splitlines()
-        assert ended.returncode == 2 and said and said[-1].startswith("penstock: ") and "Traceback" not in ended.stderr, (what, ended)
+        assert (
+            ended.returncode == 2 and said and said[-1].startswith("penstock: ") and "Traceback" not in ended.stderr
+        ), (what, ended)
         assert "-secret" not in ended.stderr, "a password in an error"
         print(f"ok: {what}: {said[-1][:140]}")
 
 
 def main() -> None:
     if shutil.which("redis-server") is None or shutil.which("openssl") is None:
-        sys.exit("penstock: redis-test needs redis-server (7.0 or newer, built with TLS) and openssl: apt install redis-server openssl")
+        sys.exit(
+            "penstock: redis-test needs redis-server (7.0 or newer, built with TLS) and openssl: apt install "
+            "redis-server openssl"
+        )
     with tempfile.TemporaryDirectory() as name, secure_redis(folder := Path(name)) as port:
         deployment = Deployment(url_of(folder, port, "operator"), folder)
         deployment.environment["PENSTOCK_SAMPLER_URL"] = url_of(folder, port, "sampler")
@@ -199,7 +282,12 @@ def main() -> None:
             started = time.monotonic()
             for stage in STAGES:
                 deployment.start(
-                    stage, f"{stage}-1", redis_url=url_of(folder, port, stage), dtype="float32", files_url=str(folder / "files"), wait_for_replicas_s=60
+                    stage,
+                    f"{stage}-1",
+                    redis_url=url_of(folder, port, stage),
+                    dtype="float32",
+                    files_url=str(folder / "files"),
+                    wait_for_replicas_s=60,
                 )
             deployment.wait_live(*(f"{stage}-1" for stage in STAGES))
             wait_until(lambda: deployment.get("/ready").status_code == 200, description="ready", timeout_s=60)

@@ -21,7 +21,11 @@ from shared.wire.stage import run_stage, start_logging
 
 COMMAND = (sys.executable, "-m", "tests.stages.group_rank")
 WORD = b"what rank 0 wrote"
-STEP, HANG, BREAK = ScheduledBatch((BatchRow(1, (5, 6), 0, (0,), range(1, 2)),), 0), ScheduledBatch((), 0), ScheduledBatch((), 1)
+STEP, HANG, BREAK = (
+    ScheduledBatch((BatchRow(1, (5, 6), 0, (0,), range(1, 2)),), 0),
+    ScheduledBatch((), 0),
+    ScheduledBatch((), 1),
+)
 TRIP = ScheduledBatch((), 2)
 STEP_TIMEOUT_S = float(os.environ.get("GROUP_STEP_TIMEOUT_S", "60"))
 

@@ -121,7 +121,9 @@ def hurried() -> Iterator[None]:
 
 @dataclass
 class LineOfStages:
-    """Tokenizer, compute and sampler. `urls` says by stage which way each goes to Redis, for those that do not go straight."""
+    """Tokenizer, compute and sampler. `urls` says by stage which way each goes to Redis, for those
+    that do not go straight.
+    """
 
     redis_url: str
     urls: dict[str, str] = field(default_factory=dict)
@@ -133,11 +135,21 @@ class LineOfStages:
         tokenizer = TokenizerSettings(redis_url=self.redis_url, replica_id="tokenizer-1")
         sampler = SamplerSettings(redis_url=self.redis_url, replica_id="sampler-1", drain_s=0)
         compute = ComputeSettings(
-            redis_url=self.redis_url, replica_id="compute-1", dtype="bfloat16", kv_cache_memory="64MiB", num_threads=1, prefix_caching=False, max_num_seqs=8,
+            redis_url=self.redis_url,
+            replica_id="compute-1",
+            dtype="bfloat16",
+            kv_cache_memory="64MiB",
+            num_threads=1,
+            prefix_caching=False,
+            max_num_seqs=8,
             publish_interval_ms=10,
-        )  # fmt: skip
+        )
         engine = self.engine or build_engine(compute, FILES)
-        stages = [self._stage("tokenizer", tokenizer), self._stage("compute", compute, engine), self._stage("sampler", sampler)]
+        stages = [
+            self._stage("tokenizer", tokenizer),
+            self._stage("compute", compute, engine),
+            self._stage("sampler", sampler),
+        ]
         for stage in stages:
             stage.live = Registry(tuple(replica(each.name, each.replica_id) for each in stages))
         self.tokenizer = TokenizerService(stages[0], tokenizer, Encoder(text_tokenizer(), FILES), FILES.max_model_len)
@@ -145,12 +157,18 @@ class LineOfStages:
         self.sampler = SamplerService(stages[2], sampler, sampler_tokenizer())
 
     def _stage(self, name: str, settings: StageSettings, engine: Engine | None = None) -> LocalStage:
-        return LocalStage(name, settings, url=self.urls.get(name, ""), max_model_len=engine.max_model_len if engine else None)
+        return LocalStage(
+            name, settings, url=self.urls.get(name, ""), max_model_len=engine.max_model_len if engine else None
+        )
 
     @contextmanager
     def running(self) -> Iterator["LineOfStages"]:
         """While the services run in threads; at the end nothing of them is left, connections neither."""
-        services: list[TokenizerService | ComputeService | SamplerService] = [self.tokenizer, self.compute, self.sampler]
+        services: list[TokenizerService | ComputeService | SamplerService] = [
+            self.tokenizer,
+            self.compute,
+            self.sampler,
+        ]
         threads = [threading.Thread(target=self._guard, args=(each.run,)) for each in services]
         for thread in threads:
             thread.start()
@@ -192,7 +210,9 @@ class LineOfStages:
     def is_at_rest(self) -> bool:
         """Nothing is queued, pending, active, or on its way."""
         group_streams = (requests(MODEL), prompts(MODEL))
-        is_empty = all(not self.client.xlen(each.key) for each in group_streams) and not self.client.xlen(self.sampler.reader.stream.key)
+        is_empty = all(not self.client.xlen(each.key) for each in group_streams) and not self.client.xlen(
+            self.sampler.reader.stream.key
+        )
         return is_empty and not self.compute.active and not self.failures
 
     def pending(self) -> int:

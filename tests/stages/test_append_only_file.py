@@ -60,13 +60,17 @@ def test_nothing_is_lost_by_a_crash_after_a_full_disk(tmp_path: Path, num_times:
     asyncio.run(test())
 
 
-def test_a_redis_that_may_not_be_told_to_rewrite_is_an_error_in_the_log(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_redis_that_may_not_be_told_to_rewrite_is_an_error_in_the_log(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     async def test() -> None:
         store = Store(tmp_path / "redis", None)
         await store.start()
         try:
             async with store.client() as client:
-                await client.acl_setuser("default", enabled=True, nopass=True, categories=["+@all"], commands=["-bgrewriteaof"], keys=["*"])
+                await client.acl_setuser(
+                    "default", enabled=True, nopass=True, categories=["+@all"], commands=["-bgrewriteaof"], keys=["*"]
+                )
                 watched = AppendOnlyFile(client)
                 watched.is_rewrite_due = True
                 await watched.look()

@@ -1,4 +1,6 @@
-"""Requests that wait at a compute replica go on to one with less to do, and what has ended long ago does not run again."""
+"""Requests that wait at a compute replica go on to one with less to do, and what has ended long ago
+does not run again.
+"""
 
 import time
 from collections.abc import Iterator
@@ -29,7 +31,11 @@ def line(tmp_path: Path, redis_binary: Path | None) -> Iterator[LineOfStages]:
 def put(line: LineOfStages, names: list[str], *, is_in_flight: bool = True) -> None:
     """As a tokenizer does it."""
     for name in names:
-        append_to_group(line.client, prompts(MODEL), TokenizedRequest(name, None, MODEL, SamplingParams(max_tokens=4), np.array([30, 40], np.int32), ()))
+        append_to_group(
+            line.client,
+            prompts(MODEL),
+            TokenizedRequest(name, None, MODEL, SamplingParams(max_tokens=4), np.array([30, 40], np.int32), ()),
+        )
         if is_in_flight:
             line.client.hset(inflight_key(MODEL), name, "1")
             line.client.hincrby(inflight_key(MODEL), "", 1)
@@ -49,7 +55,9 @@ def test_what_waits_goes_on_to_a_replica_with_less_to_do(line: LineOfStages) -> 
     other = replace(replica("compute", "compute-2"), load=Load(max_num_seqs=8, running=2, waiting=0))
     compute.stage.live = Registry((*compute.stage.live.replicas, other))
     compute.hand_on()
-    assert [active.message.request_id for active in compute.active.values()] == names[:26], "two for each place of the other's, less what it has"
+    assert [active.message.request_id for active in compute.active.values()] == names[:26], (
+        "two for each place of the other's, less what it has"
+    )
     compute.stage.transport.run(compute.on_heartbeat)  # which keeps the others only
     reader = GroupReader(compute.stage.transport, prompts(MODEL), "compute-2")
     deliveries, dead = reader.claim(idle_ms=RELEASED_MS, count=64)
@@ -70,11 +78,16 @@ def test_a_claimed_request_that_ended_before_its_log_expired_does_not_run_again(
     put(line, ["waiting.0"])
     line.client.xreadgroup("compute", "dead", {prompts(MODEL).key: ">"})
     with line.running():
-        wait_until(lambda: line.has_ended("waiting.0") and not line.client.xlen(prompts(MODEL).key), description="nothing is pending any more")
+        wait_until(
+            lambda: line.has_ended("waiting.0") and not line.client.xlen(prompts(MODEL).key),
+            description="nothing is pending any more",
+        )
         assert not line.client.exists(log_key("ended.0"))
 
 
-def test_the_heartbeat_keeps_what_came_just_before_a_long_call_of_the_encoder(line: LineOfStages, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_heartbeat_keeps_what_came_just_before_a_long_call_of_the_encoder(
+    line: LineOfStages, monkeypatch: pytest.MonkeyPatch
+) -> None:
     compute = line.compute
     compute.exchange.start()
     put(line, ["a.0"])

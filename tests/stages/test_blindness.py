@@ -44,15 +44,22 @@ def announced(deployment: Deployment, replica: Replica) -> Iterator[None]:
 
 
 @pytest.mark.more
-def test_compute_that_was_stopped_cancels_no_request_whose_gateway_comes_back(tmp_path: Path, redis_binary: Path | None) -> None:
+def test_compute_that_was_stopped_cancels_no_request_whose_gateway_comes_back(
+    tmp_path: Path, redis_binary: Path | None
+) -> None:
     """When compute goes on, the gateway's lease is out, and was not for longer than the grace; then it comes back."""
     with running_redis(tmp_path / "redis", redis_binary) as url:
         deployment = Deployment(url, tmp_path)
         try:
-            compute = start_fragile(deployment, "compute-0", FRAGILE_STEP_S="0.05", PENSTOCK_READER_TIMEOUT_S=str(GRACE_S))
+            compute = start_fragile(
+                deployment, "compute-0", FRAGILE_STEP_S="0.05", PENSTOCK_READER_TIMEOUT_S=str(GRACE_S)
+            )
             deployment.start("sampler", "sampler-1")
             deployment.wait_live("sampler-1", compute)
-            client, asked = deployment.redis(), [replace(request("read", number, 200), gateway_id="gateway-1") for number in range(4)]
+            client, asked = (
+                deployment.redis(),
+                [replace(request("read", number, 200), gateway_id="gateway-1") for number in range(4)],
+            )
             with announced(deployment, GATEWAY):
                 submit(client, asked)
                 wait_until(lambda: all(events(client, each) for each in asked), description="they have begun")
@@ -63,7 +70,10 @@ def test_compute_that_was_stopped_cancels_no_request_whose_gateway_comes_back(tm
             assert not client.exists(replica_key("gateway", "gateway-1")), "its lease is out"
             deployment.processes[compute].send_signal(signal.SIGCONT)
             wait_until(lambda: client.exists(replica_key("compute", compute)), description="compute sees again")
-            wait_until(lambda: all(len(events(client, each)) > count for each, count in zip(asked, before, strict=True)), description="it goes on")
+            wait_until(
+                lambda: all(len(events(client, each)) > count for each, count in zip(asked, before, strict=True)),
+                description="it goes on",
+            )
             time.sleep(2.0)  # of looks at a registry without the gateway
             with announced(deployment, GATEWAY):
                 wait_for_all(deployment, asked)

@@ -24,13 +24,19 @@ def places(token_ids: list[int], breakers: Breakers) -> list[tuple[int, int]]:
     """Where in the tokens breakers stand, [begin, end)."""
     found = []
     for at, token_id in enumerate(token_ids):
-        found += [(at, at + 1 + len(tail)) for tail in breakers.get(token_id, ()) if tuple(token_ids[at + 1 : at + 1 + len(tail)]) == tail]
+        found += [
+            (at, at + 1 + len(tail))
+            for tail in breakers.get(token_id, ())
+            if tuple(token_ids[at + 1 : at + 1 + len(tail)]) == tail
+        ]
     return found
 
 
 @examples(200)
 @given(
-    text=st.lists(st.sampled_from(["the gate", "gate", "way", "g", "ate", "\n", ": ", "é", "a token", '"'])).map("".join),
+    text=st.lists(st.sampled_from(["the gate", "gate", "way", "g", "ate", "\n", ": ", "é", "a token", '"'])).map(
+        "".join
+    ),
     breaker=st.sampled_from(["gate", "\n", ":", "é", '"', "a to"]),
 )
 def test_a_breaker_is_found_where_it_stands(text: str, breaker: str) -> None:
@@ -39,7 +45,9 @@ def test_a_breaker_is_found_where_it_stands(text: str, breaker: str) -> None:
     found = places(ids, unpack_breakers(table().pack((breaker,))))
     assert all(breaker in tokenizer.decode(ids[begin:end]) for begin, end in found)
     if len(breaker.encode()) == 1:
-        assert len(found) == sum(breaker in tokenizer.decode([each]) for each in ids) and bool(found) == (breaker in text)
+        assert len(found) == sum(breaker in tokenizer.decode([each]) for each in ids) and bool(found) == (
+            breaker in text
+        )
 
 
 def test_several_are_all_there_and_each_once() -> None:

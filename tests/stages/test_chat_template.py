@@ -15,14 +15,21 @@ from services.tokenizer.chat_template import SLOW, ChatTemplate
 from shared.process.errors import Invalid, StartupError
 from shared.wire.messages import ChatMessage, ChatOptions
 
-LOOP = "{% for a in range(99999) %}{% for b in range(99999) %}{% for c in range(99999) %}{% endfor %}{% endfor %}{% endfor %}"
+LOOP = (
+    "{% for a in range(99999) %}{% for b in range(99999) %}{% for c in range(99999) %}{% endfor %}{% endfor %}{% "
+    "endfor %}"
+)
 SOON_S = 200.0  # a few seconds of the processor, on a machine that is busy; the loop takes days
 # What the user says chooses what the template does.
 TEMPLATE = (
     "{% set word = messages[0].content %}{% set n = word|length %}"  # n: what Jinja can't compute while it compiles
-    "{% if word == 'loop' %}" + LOOP + "{% elif word == 'power' %}{{ n ** (n ** 99) }}{% elif word == 'memory' %}{{ 'x' * (n * 900000000) }}"
-    "{% elif word == 'long' %}{{ 'x' * (n * 10000000) }}{% elif word == 'raise' %}{{ raise_exception('roles must alternate') }}"
-    "{% elif word == 'escape' %}{{ messages.__class__.__mro__[1].__subclasses__() }}{% else %}{{ bos_token }}{{ word }}{% endif %}"
+    "{% if word == 'loop' %}"
+    + LOOP
+    + "{% elif word == 'power' %}{{ n ** (n ** 99) }}{% elif word == 'memory' %}{{ 'x' * (n * 900000000) }}"
+    "{% elif word == 'long' %}{{ 'x' * (n * 10000000) }}{% elif word == 'raise' %}{{ raise_exception('roles must "
+    "alternate') }}"
+    "{% elif word == 'escape' %}{{ messages.__class__.__mro__[1].__subclasses__() }}{% else %}{{ bos_token }}{{ word "
+    "}}{% endif %}"
 )
 
 
@@ -45,9 +52,13 @@ def test_what_a_template_does_fails_one_request(monkeypatch: pytest.MonkeyPatch)
     template = ChatTemplate(Texts())
     assert template.render([say("warm")]) == ["<s>warm"]
     for word, reason in (
-        ("loop", "takes more than 0.5 s"), ("raise", "roles must alternate"), ("escape", "unsafe"), ("long", "40000000 characters"),
-        ("memory", "too much memory"), ("power", "takes more than 0.5 s"),
-    ):  # fmt: skip
+        ("loop", "takes more than 0.5 s"),
+        ("raise", "roles must alternate"),
+        ("escape", "unsafe"),
+        ("long", "40000000 characters"),
+        ("memory", "too much memory"),
+        ("power", "takes more than 0.5 s"),
+    ):
         began = time.monotonic()
         before, failed, after = template.render([say("before"), say(word), say("after \ud83d")])
         assert (before, after) == ("<s>before", "<s>after \ud83d"), word
@@ -117,21 +128,33 @@ def test_a_template_that_fails_is_an_error_of_the_request(text: str) -> None:
 
 
 def test_templates_by_name_without_a_default_are_one_line() -> None:
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel({"a": 0})), chat_template={"tool_use": "{{ messages }}", "rag": "{{ messages }}"})
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(WordLevel({"a": 0})),
+        chat_template={"tool_use": "{{ messages }}", "rag": "{{ messages }}"},
+    )
     with pytest.raises(StartupError, match="can't be chosen: This model has multiple chat templates with no default"):
         ChatTemplate(tokenizer)
 
 
 @pytest.mark.parametrize(
     ("text", "problem"),
-    [("fine so far\n{% for x in", "line 2: unexpected 'end of template'"), ("{{ messages | no_such_filter }}", "No filter named 'no_such_filter'")],
+    [
+        ("fine so far\n{% for x in", "line 2: unexpected 'end of template'"),
+        ("{{ messages | no_such_filter }}", "No filter named 'no_such_filter'"),
+    ],
 )
-def test_a_broken_template_is_said_once_at_the_start_and_blames_no_message(text: str, problem: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_broken_template_is_said_once_at_the_start_and_blames_no_message(
+    text: str, problem: str, caplog: pytest.LogCaptureFixture
+) -> None:
     template = ChatTemplate(Texts(text))
     template.start()
     assert [record.levelname for record in caplog.records] == ["ERROR"] and problem in caplog.text
     for found in template.render([say("Hi"), say("again")]):
-        assert isinstance(found, Invalid) and (found.status, found.param, found.code) == (501, None, "chat_template_broken")
+        assert isinstance(found, Invalid) and (found.status, found.param, found.code) == (
+            501,
+            None,
+            "chat_template_broken",
+        )
         assert problem in str(found) and "use /v1/completions" in str(found)
     assert len(caplog.records) == 1
 

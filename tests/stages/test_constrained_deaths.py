@@ -1,4 +1,6 @@
-"""Answers that are held to a grammar, computed ahead of their log, in a crowd, by processes that die: they are the bytes that they are alone."""
+"""Answers that are held to a grammar, computed ahead of their log, in a crowd, by processes that
+die: they are the bytes that they are alone.
+"""
 
 import json
 from collections.abc import Iterator
@@ -16,7 +18,15 @@ from shared.wire.messages import TokenizedRequest
 from tests.conftest import running_redis
 from tests.deployment import MODEL, Deployment
 from tests.grammars.schemas import keeps_to
-from tests.stages.test_deaths import answers, events, leases_end_with_processes, num_tokens, start_fragile, submit, wait_for_all
+from tests.stages.test_deaths import (
+    answers,
+    events,
+    leases_end_with_processes,
+    num_tokens,
+    start_fragile,
+    submit,
+    wait_for_all,
+)
 from tests.waiting import wait_until
 
 EOS = open_model("demo").eos_token_ids
@@ -54,7 +64,13 @@ def stages(tmp_path: Path, redis_binary: Path | None) -> Iterator[Deployment]:
 
 def request(number: int, constraint: Constraint | None) -> TokenizedRequest:
     stop = ("7",) if number % 4 == 2 else ()  # seen by the sampler only: what was computed on it is taken back
-    params = SamplingParams(max_tokens=MAX_TOKENS, seed=number, temperature=0.0 if number == 3 else 1.2, stop=stop, frequency_penalty=0.3 * (number % 3))
+    params = SamplingParams(
+        max_tokens=MAX_TOKENS,
+        seed=number,
+        temperature=0.0 if number == 3 else 1.2,
+        stop=stop,
+        frequency_penalty=0.3 * (number % 3),
+    )
     prompt = np.array([30 + number, 40, 50 + number % 7], np.int32)
     return TokenizedRequest(f"r{number}.0", None, MODEL, params, prompt, EOS, constraint=constraint)
 
@@ -86,7 +102,11 @@ def test_constrained_answers_are_the_same_bytes_alone_and_when_processes_die(sta
         wait_for_all(stages, [*copies, *crowd])
     assert answers(client, copies) == alone
 
-    finished = [(text_of(client, each), each.constraint) for each in copies if events(client, each)[-1].finish_reason == "stop" and not each.params.stop]
+    finished = [
+        (text_of(client, each), each.constraint)
+        for each in copies
+        if events(client, each)[-1].finish_reason == "stop" and not each.params.stop
+    ]
     assert finished
     for text, constraint in finished:
         if constraint is CONSTRAINTS[0]:

@@ -1,4 +1,6 @@
-"""Compute processes that die, again and again: what they were computing goes on elsewhere, and one request's poison is its own."""
+"""Compute processes that die, again and again: what they were computing goes on elsewhere, and one
+request's poison is its own.
+"""
 
 import os
 import signal
@@ -29,7 +31,8 @@ POISON_TOKEN = 1999
 NUM_KILLS = 5
 NUM_IN_FLIGHT = 3  # of the processes, the first ones, have steps in flight
 
-# KEYS[1]: the prompts stream; ARGV: group, a dead consumer. Its entries have been idle for a minute, and count as delivered no more often.
+# KEYS[1]: the prompts stream; ARGV: group, a dead consumer. Its entries have been idle for a
+# minute, and count as delivered no more often.
 RUN_OUT = """
 for _, each in ipairs(redis.call('XPENDING', KEYS[1], ARGV[1], '-', '+', 1000, ARGV[2])) do
   redis.call('XCLAIM', KEYS[1], ARGV[1], ARGV[2], 0, each[1], 'IDLE', 60000, 'JUSTID')
@@ -39,7 +42,9 @@ end
 
 @pytest.fixture
 def pool(tmp_path: Path, redis_binary: Path | None) -> Iterator[Deployment]:
-    """A sampler, and as many compute processes as will die, and one; some as on a device that draws, where steps are in flight."""
+    """A sampler, and as many compute processes as will die, and one; some as on a device that
+    draws, where steps are in flight.
+    """
     with running_redis(tmp_path / "redis", redis_binary) as url:
         deployment = Deployment(url, tmp_path)
         try:
@@ -57,7 +62,8 @@ def pool(tmp_path: Path, redis_binary: Path | None) -> Iterator[Deployment]:
 
 @contextmanager
 def leases_end_with_processes(deployment: Deployment) -> Iterator[None]:
-    """A process's entries may be claimed as soon as it is dead: how long a lease is, is not what these tests show. And no sooner: theirs are the product's
+    """A process's entries may be claimed as soon as it is dead: how long a lease is, is not what
+    these tests show. And no sooner: theirs are the product's
     seconds, which a busy machine needs."""
     is_over = threading.Event()
 
@@ -90,7 +96,9 @@ def start_fragile(deployment: Deployment, replica_id: str, **settings: str) -> s
         "FRAGILE_STEP_S": "0.01",
         **settings,
     }
-    deployment.processes[replica_id] = forge.start("tests.stages.fragile_compute", environment, deployment.folder / f"{replica_id}.log")
+    deployment.processes[replica_id] = forge.start(
+        "tests.stages.fragile_compute", environment, deployment.folder / f"{replica_id}.log"
+    )
     return replica_id
 
 
@@ -98,7 +106,9 @@ def request(name: str, number: int, max_tokens: int, *, is_poison: bool = False)
     prompt = np.array([30 + number, 40, 50 + number % 7, POISON_TOKEN if is_poison else 60], np.int32)
     params = SamplingParams(max_tokens=max_tokens, seed=number, temperature=0.9)
     if number % 2:  # what is decided by the whole history and by draws of its own
-        params = replace(params, dry=DryParams(0.8), chain=ChainParams(typical_p=0.9, xtc_probability=0.3, dynatemp_range=0.4))
+        params = replace(
+            params, dry=DryParams(0.8), chain=ChainParams(typical_p=0.9, xtc_probability=0.3, dynatemp_range=0.4)
+        )
     return TokenizedRequest(f"{name}{number}.0", None, MODEL, params, prompt, ())
 
 
@@ -118,8 +128,15 @@ def events(client: "redis.Redis", each: TokenizedRequest) -> list[Any]:
 def wait_for_all(deployment: Deployment, asked: list[TokenizedRequest]) -> None:
     client = deployment.redis()
     try:
-        wait_until(lambda: all((log := events(client, each)) and log[-1].finish_reason for each in asked), description="all have ended", timeout_s=150)
-        wait_until(lambda: not client.xlen(prompts(MODEL).key) and not client.exists(inflight_key(MODEL)), description="nothing is left")
+        wait_until(
+            lambda: all((log := events(client, each)) and log[-1].finish_reason for each in asked),
+            description="all have ended",
+            timeout_s=150,
+        )
+        wait_until(
+            lambda: not client.xlen(prompts(MODEL).key) and not client.exists(inflight_key(MODEL)),
+            description="nothing is left",
+        )
     except AssertionError as error:
         raise AssertionError(f"{error}\n{deployment.logs()}") from None
 
@@ -129,8 +146,13 @@ def answers(client: "redis.Redis", asked: list[TokenizedRequest]) -> list[Any]:
 
 
 def longest_pause(client: "redis.Redis", asked: list[TokenizedRequest]) -> float:
-    """Waits until all have ended. Returns the longest time, in seconds, in which one that had not ended got no token."""
-    heard_at, held = dict.fromkeys((each.request_id for each in asked), time.monotonic()), dict.fromkeys((each.request_id for each in asked), 0)
+    """Waits until all have ended. Returns the longest time, in seconds, in which one that had not
+    ended got no token.
+    """
+    heard_at, held = (
+        dict.fromkeys((each.request_id for each in asked), time.monotonic()),
+        dict.fromkeys((each.request_id for each in asked), 0),
+    )
     longest, deadline = 0.0, time.monotonic() + 200
     while heard_at:
         assert time.monotonic() < deadline, f"{len(heard_at)} have not ended"
@@ -150,7 +172,10 @@ def num_tokens(client: "redis.Redis", asked: list[TokenizedRequest]) -> int:
 
 def undisturbed(deployment: Deployment, asked: list[TokenizedRequest]) -> list[Any]:
     """The answers when nobody dies, under other names."""
-    copies = [TokenizedRequest("again" + each.request_id, None, MODEL, each.params, each.prompt_token_ids, ()) for each in asked]
+    copies = [
+        TokenizedRequest("again" + each.request_id, None, MODEL, each.params, each.prompt_token_ids, ())
+        for each in asked
+    ]
     submit(deployment.redis(), copies)
     wait_for_all(deployment, copies)
     return answers(deployment.redis(), copies)
@@ -164,7 +189,10 @@ def test_a_poison_ends_with_one_error_and_takes_nobody_along(pool: Deployment) -
     wait_for_all(pool, [*bystanders, poison])
     print(f"the longest that a bystander waited for a token: {pause:.1f} s")
     (error,) = events(client, poison)
-    assert error.finish_reason == "error" and "crashed 2 compute replicas in a row while it ran alone" in error.error.message
+    assert (
+        error.finish_reason == "error"
+        and "crashed 2 compute replicas in a row while it ran alone" in error.error.message
+    )
     (letter,) = client.xrange(DEAD_LETTER)
     assert b"while it ran alone" in letter[1][b"error"]
     died = [name for name, process in pool.processes.items() if process.poll() is not None]
@@ -173,16 +201,23 @@ def test_a_poison_ends_with_one_error_and_takes_nobody_along(pool: Deployment) -
 
 
 def test_five_deaths_in_a_row_cost_no_sequence_a_token(pool: Deployment) -> None:
-    """Each time the successor has begun: what makes progress is nobody's poison, however often its replica dies. Who has steps in flight dies, by SIGKILL or
-    of its device, when one was launched on another that nobody has read. Whoever survives says what all should have come to."""
+    """Each time the successor has begun: what makes progress is nobody's poison, however often its
+    replica dies. Who has steps in flight dies, by SIGKILL or
+    of its device, when one was launched on another that nobody has read. Whoever survives says what
+    all should have come to."""
     client, asked = pool.redis(), [request("kill", number, 160) for number in range(48)]
     in_flight = [(signal.SIGUSR1, -signal.SIGKILL), (signal.SIGUSR2, 1)]  # what it is told, and how it then ends
     submit(client, asked)
     for _ in range(NUM_KILLS):
         before = num_tokens(client, asked)
-        wait_until(lambda before=before: num_tokens(client, asked) >= before + len(asked), description="the successor has begun")
+        wait_until(
+            lambda before=before: num_tokens(client, asked) >= before + len(asked),
+            description="the successor has begun",
+        )
         owners = client.xpending(prompts(MODEL).key, prompts(MODEL).group)["consumers"]
-        owner = max((each for each in owners if each["name"].decode() in pool.processes), key=lambda each: each["pending"])["name"].decode()
+        owner = max(
+            (each for each in owners if each["name"].decode() in pool.processes), key=lambda each: each["pending"]
+        )["name"].decode()
         if int(owner.removeprefix("compute-")) < NUM_IN_FLIGHT and in_flight:
             process, (told, ends_with) = pool.processes.pop(owner), in_flight.pop(0)
             process.send_signal(told)
@@ -190,7 +225,9 @@ def test_five_deaths_in_a_row_cost_no_sequence_a_token(pool: Deployment) -> None
         else:
             pool.kill(owner)
     assert not in_flight
-    assert not any(event.finish_reason for each in asked for event in events(client, each)[-1:]), "they were over before they could be disturbed"
+    assert not any(event.finish_reason for each in asked for event in events(client, each)[-1:]), (
+        "they were over before they could be disturbed"
+    )
     wait_for_all(pool, asked)
     assert answers(client, asked) == undisturbed(pool, asked)
     assert client.xlen(DEAD_LETTER) == 0

@@ -1,4 +1,5 @@
-"""Conversations that hold JSON nested as deep as the interpreter goes, endless numbers or what is no JSON: whatever a template does with them, they fail
+"""Conversations that hold JSON nested as deep as the interpreter goes, endless numbers or what is
+no JSON: whatever a template does with them, they fail
 alone, and the process that renders stays."""
 
 import random
@@ -21,16 +22,22 @@ from tests.stages.test_special_tokens import CHATML, KINDS, make_tokenizer
 
 NO_TOOLS = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
 WITH_CALLS = (
-    CHATML + "{% for m in messages %}{% for call in m.tool_calls %}{{ call.function.arguments | tojson }}{% endfor %}{% endfor %}"
+    CHATML
+    + "{% for m in messages %}{% for call in m.tool_calls %}{{ call.function.arguments | tojson }}{% endfor %}{% endfor %}"  # noqa: E501
     "{{ tools | tojson }}{{ documents | tojson }}{{ a }}"
 )
-AS_PYTHON = CHATML + "{% for m in messages %}{% for call in m.tool_calls %}{{ call.function.arguments }}{% endfor %}{% endfor %}"
+AS_PYTHON = (
+    CHATML
+    + "{% for m in messages %}{% for call in m.tool_calls %}{{ call.function.arguments }}{% endfor %}{% endfor %}"
+)
 
 
 def encoder_with(template: str) -> Encoder:
     tokenizer = make_tokenizer(KINDS[0])
     tokenizer.chat_template = template
-    return Encoder(tokenizer, ModelFiles(Path("."), Path("."), "m", {"vocab_size": len(tokenizer)}, {"eos_token_id": 1}))
+    return Encoder(
+        tokenizer, ModelFiles(Path("."), Path("."), "m", {"vocab_size": len(tokenizer)}, {"eos_token_id": 1})
+    )
 
 
 ENCODERS = [encoder_with(template) for template in (NO_TOOLS, WITH_CALLS, AS_PYTHON)]
@@ -38,7 +45,11 @@ PLAIN = GenerateRequest("plain.0", None, "m", SamplingParams(), (ChatMessage("us
 
 
 def calling(arguments: str, options: ChatOptions | None = None, content: str = "") -> GenerateRequest:
-    messages = (ChatMessage("user", "x"), ChatMessage("assistant", content, tool_calls=(ToolCall("c", "f", arguments),)), ChatMessage("tool", "1"))
+    messages = (
+        ChatMessage("user", "x"),
+        ChatMessage("assistant", content, tool_calls=(ToolCall("c", "f", arguments),)),
+        ChatMessage("tool", "1"),
+    )
     return GenerateRequest("r.0", None, "m", SamplingParams(), messages, chat=options or ChatOptions())
 
 
@@ -76,7 +87,9 @@ def test_whatever_a_conversation_holds_it_fails_alone(number: int) -> None:
         [_] = encoder.encode([PLAIN], 100_000)
         worker = worker_of(encoder)
         for _ in range(25):
-            tools, documents, kwargs = (text if rng.random() < 0.3 else "" for text in (value(), value(), f'{{"a": {value()}}}'))
+            tools, documents, kwargs = (
+                text if rng.random() < 0.3 else "" for text in (value(), value(), f'{{"a": {value()}}}')
+            )
             options = ChatOptions(tools, documents, kwargs)
             several = [calling(value(), options, rng.choice(("", value(), "<|im_end|>"))), PLAIN]
             found, other = on_a_stack_of(rng.choice((0, 300)), partial(encoder.encode, several, 1_000_000))

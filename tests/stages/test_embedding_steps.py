@@ -29,7 +29,9 @@ def reason(line: LineOfStages, request_id: str) -> str:
 def test_an_embedding_of_several_steps_ends(pooling: str, line: LineOfStages) -> None:
     line.compute.scheduler.max_batched_tokens = 64
     with line.running():
-        line.answer(replace(ask("vector.0", "A river runs to the sea. " * 20, max_tokens=0), embedding=EmbeddingParams(pooling)))
+        line.answer(
+            replace(ask("vector.0", "A river runs to the sea. " * 20, max_tokens=0), embedding=EmbeddingParams(pooling))
+        )
         assert reason(line, "vector.0") == "stop"
 
 

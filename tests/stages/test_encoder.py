@@ -1,4 +1,6 @@
-"""The tokenizer stage: one text that can't be encoded is one request's error, and what a replica died of is claimed alone."""
+"""The tokenizer stage: one text that can't be encoded is one request's error, and what a replica
+died of is claimed alone.
+"""
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -28,7 +30,8 @@ SURROGATE = "half a character: \ud83d"
 
 
 @pytest.mark.parametrize(
-    ("num_tokens", "num_top", "fits"), [(12_000, 20, True), (20_000, 20, False), (200_000, 0, True), (300_000, 0, False), (300_000, None, True)]
+    ("num_tokens", "num_top", "fits"),
+    [(12_000, 20, True), (20_000, 20, False), (200_000, 0, True), (300_000, 0, False), (300_000, None, True)],
 )
 def test_the_logprobs_of_a_prompt_are_bounded(num_tokens: int, num_top: int | None, fits: bool) -> None:
     params = SamplingParams(max_tokens=0, prompt_logprobs=num_top)
@@ -37,7 +40,9 @@ def test_the_logprobs_of_a_prompt_are_bounded(num_tokens: int, num_top: int | No
     if fits:
         assert isinstance(found, TokenizedRequest) and found.params == params
     else:
-        assert isinstance(found, Invalid) and found.param == "prompt_logprobs" and "at most 262144 logprobs" in str(found)
+        assert (
+            isinstance(found, Invalid) and found.param == "prompt_logprobs" and "at most 262144 logprobs" in str(found)
+        )
 
 
 class Fragile:
@@ -78,12 +83,21 @@ def test_one_text_among_64_fails_alone(is_chat: bool) -> None:
         (failed,) = [number for number, each in enumerate(found) if isinstance(each, Invalid)]
         assert failed == 40 and found[40].param == ("messages" if is_chat else "prompt"), text
         expected = encoder.encode(asked[:40] + asked[41:], FILES.max_model_len)
-        assert [each.prompt_token_ids.tolist() for each in found[:40] + found[41:]] == [each.prompt_token_ids.tolist() for each in expected], text
+        assert [each.prompt_token_ids.tolist() for each in found[:40] + found[41:]] == [
+            each.prompt_token_ids.tolist() for each in expected
+        ], text
 
 
 def test_an_echo_that_can_not_be_made_fails_alone() -> None:
-    asked = [GenerateRequest(f"r{number}.0", None, MODEL, SamplingParams(), prompt_token_ids=ids(5, number), echo=True) for number in (6, 7, 8)]
-    assert [type(each) for each in Encoder(Fragile(), FILES).encode(asked, 1024)] == [TokenizedRequest, Invalid, TokenizedRequest]
+    asked = [
+        GenerateRequest(f"r{number}.0", None, MODEL, SamplingParams(), prompt_token_ids=ids(5, number), echo=True)
+        for number in (6, 7, 8)
+    ]
+    assert [type(each) for each in Encoder(Fragile(), FILES).encode(asked, 1024)] == [
+        TokenizedRequest,
+        Invalid,
+        TokenizedRequest,
+    ]
 
 
 @pytest.mark.parametrize("text", ["a", "a word ", "\n", "é"])
@@ -93,7 +107,11 @@ def test_of_megabytes_a_part_is_encoded(text: str) -> None:
     cut = replace(asked, encoding=EncodingParams(truncate_prompt_tokens=7, keeps_beginning=True))
     short = replace(cut, prompt=text * 100)
     [refused, kept, same] = Encoder(tokenizer, FILES).encode([asked, cut, short], 256)
-    assert isinstance(refused, Invalid) and refused.code == "context_length_exceeded" and "maximum context length is 256 tokens" in str(refused)
+    assert (
+        isinstance(refused, Invalid)
+        and refused.code == "context_length_exceeded"
+        and "maximum context length is 256 tokens" in str(refused)
+    )
     assert isinstance(kept, TokenizedRequest) and isinstance(same, TokenizedRequest)
     assert kept.prompt_token_ids.tolist() == same.prompt_token_ids.tolist() and len(kept.prompt_token_ids) == 7
     assert sum(len(each) for batch in tokenizer.batches for each in batch) < 20_000
@@ -108,7 +126,9 @@ def make_service(tmp_path: Path, redis_binary: Path | None, monkeypatch: pytest.
 
         def make(replica_id: str) -> TokenizerService:
             settings = TokenizerSettings(redis_url=url, replica_id=replica_id)
-            service = TokenizerService(LocalStage("tokenizer", settings), settings, Encoder(Fragile(), FILES), FILES.max_model_len)
+            service = TokenizerService(
+                LocalStage("tokenizer", settings), settings, Encoder(Fragile(), FILES), FILES.max_model_len
+            )
             at_the_end.callback(service.stage.transport.close)
             service.reader.ensure_group()
             return service
@@ -132,8 +152,12 @@ def handed_on(client: "redis.Redis") -> list[str]:
     return [decode(TokenizedRequest, values[MESSAGE]).request_id for _, values in client.xrange(prompts(MODEL).key)]
 
 
-def test_a_text_that_ends_the_process_takes_no_innocent_along(service: TokenizerService, make_service: MakeService) -> None:
-    """Five successors claim one entry at a time, those first that were delivered least often; then it is a dead letter, with one clear error."""
+def test_a_text_that_ends_the_process_takes_no_innocent_along(
+    service: TokenizerService, make_service: MakeService
+) -> None:
+    """Five successors claim one entry at a time, those first that were delivered least often; then
+    it is a dead letter, with one clear error.
+    """
     client = service.stage.transport.client
     put(client, *(["fine"] * 5), "this ends it", *(["fine"] * 10))
     with pytest.raises(SystemExit):
@@ -172,16 +196,27 @@ def test_a_request_that_is_not_a_request_is_an_error_for_its_own_client_only(ser
     assert client.xlen("events:gateway-1") == 1
 
 
-@pytest.mark.parametrize(("num_prompt", "asked", "given"), [(56, 32_000, 200), (56, 200, 200), (56, 7, 7), (56, None, 200), (255, 32_000, 1), (256, 0, 0)])
+@pytest.mark.parametrize(
+    ("num_prompt", "asked", "given"),
+    [(56, 32_000, 200), (56, 200, 200), (56, 7, 7), (56, None, 200), (255, 32_000, 1), (256, 0, 0)],
+)
 def test_max_tokens_is_cut_to_the_room_that_the_prompt_leaves(num_prompt: int, asked: int | None, given: int) -> None:
-    request = GenerateRequest("r.0", None, MODEL, SamplingParams(max_tokens=asked), prompt_token_ids=np.full(num_prompt, 7, np.int32))
+    request = GenerateRequest(
+        "r.0", None, MODEL, SamplingParams(max_tokens=asked), prompt_token_ids=np.full(num_prompt, 7, np.int32)
+    )
     [found] = Encoder(text_tokenizer(), FILES).encode([request], 256)
     assert isinstance(found, TokenizedRequest) and found.params.max_tokens == given
 
 
-@pytest.mark.parametrize(("num_prompt", "asked", "wanted"), [(256, 32_000, 257), (256, None, 257), (300, 5, 301), (300, 0, 300)])
-def test_a_prompt_without_room_for_an_answer_is_refused_with_the_numbers(num_prompt: int, asked: int | None, wanted: int) -> None:
-    request = GenerateRequest("r.0", None, MODEL, SamplingParams(max_tokens=asked), prompt_token_ids=np.full(num_prompt, 7, np.int32))
+@pytest.mark.parametrize(
+    ("num_prompt", "asked", "wanted"), [(256, 32_000, 257), (256, None, 257), (300, 5, 301), (300, 0, 300)]
+)
+def test_a_prompt_without_room_for_an_answer_is_refused_with_the_numbers(
+    num_prompt: int, asked: int | None, wanted: int
+) -> None:
+    request = GenerateRequest(
+        "r.0", None, MODEL, SamplingParams(max_tokens=asked), prompt_token_ids=np.full(num_prompt, 7, np.int32)
+    )
     [found] = Encoder(text_tokenizer(), FILES).encode([request], 256)
     assert isinstance(found, Invalid) and found.code == "context_length_exceeded"
     assert f"maximum context length is 256 tokens. However, you requested {wanted} tokens" in str(found)
@@ -189,7 +224,12 @@ def test_a_prompt_without_room_for_an_answer_is_refused_with_the_numbers(num_pro
 
 def test_a_prompt_that_is_cut_for_an_answer_as_long_as_the_model_keeps_all_but_one_token() -> None:
     request = GenerateRequest(
-        "r.0", None, MODEL, SamplingParams(max_tokens=32_000), prompt_token_ids=np.arange(2, 302, dtype=np.int32) % 60, encoding=EncodingParams(None, None, -1)
+        "r.0",
+        None,
+        MODEL,
+        SamplingParams(max_tokens=32_000),
+        prompt_token_ids=np.arange(2, 302, dtype=np.int32) % 60,
+        encoding=EncodingParams(None, None, -1),
     )
     [found] = Encoder(text_tokenizer(), FILES).encode([request], 256)
     assert isinstance(found, TokenizedRequest) and (len(found.prompt_token_ids), found.params.max_tokens) == (255, 1)

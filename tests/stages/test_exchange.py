@@ -1,4 +1,6 @@
-"""Compute's exchange with its samplers: decisions in any order, from anybody; samplers that come, go, forget, and say nothing."""
+"""Compute's exchange with its samplers: decisions in any order, from anybody; samplers that come,
+go, forget, and say nothing.
+"""
 
 import itertools
 from collections.abc import Callable, Iterator
@@ -33,7 +35,9 @@ PARAMS = SamplingParams(max_tokens=100, temperature=0.0)
 
 def rows_of(*keys: tuple[int, int]) -> CandidateRows:
     """One candidate for each (handle, position): the token 5."""
-    rows = new_rows(ids(*(handle for handle, _ in keys)), ids(*(position for _, position in keys)), np.full(len(keys), -1, np.int32))
+    rows = new_rows(
+        ids(*(handle for handle, _ in keys)), ids(*(position for _, position in keys)), np.full(len(keys), -1, np.int32)
+    )
     rows.token_ids[:] = 5
     rows.chosen[:] = 5
     return rows
@@ -82,13 +86,19 @@ def test_decisions_pass_once_and_in_the_order_of_their_positions(order: tuple[in
     """Run ahead by three tokens, and two samplers that answer all of it, in whatever order that arrives."""
     for step in range(1, 5):
         undecided.add(rows_of((1, step)), step)
-    passed = [each.position for position in order for each in undecided.settle(9, [decision(1, position), decision(1, position)])]
+    passed = [
+        each.position
+        for position in order
+        for each in undecided.settle(9, [decision(1, position), decision(1, position)])
+    ]
     assert passed == [1, 2, 3, 4] and undecided.handles == [] and undecided.active[1].early == {}
     assert undecided.settle(9, [decision(1, position) for position in order]) == []
 
 
 def test_a_decision_of_an_earlier_life_is_nobodys(undecided: Undecided) -> None:
-    """The replica's handles began again from 1: what was decided for the sequence that had this one is about another request."""
+    """The replica's handles began again from 1: what was decided for the sequence that had this one
+    is about another request.
+    """
     undecided.add(rows_of((1, 1)), 50)
     assert undecided.settle(49, [decision(1, 1, 7)]) == []
     assert undecided.settle(50, [decision(1, 1, 5)]) == [decision(1, 1, 5)]
@@ -105,7 +115,9 @@ def test_what_was_cut_off_is_not_waited_for_and_what_came_early_for_it_is_droppe
     assert undecided.handles == [1] and [*undecided.active[1].rows] == [3]
 
 
-def test_patience_doubles_with_each_silence_and_begins_anew_when_the_sampler_speaks(undecided: Undecided, clock: Clock) -> None:
+def test_patience_doubles_with_each_silence_and_begins_anew_when_the_sampler_speaks(
+    undecided: Undecided, clock: Clock
+) -> None:
     asked = []
     ask(undecided, rows_of((1, 1)), 1)
     began = clock.now
@@ -115,14 +127,22 @@ def test_patience_doubles_with_each_silence_and_begins_anew_when_the_sampler_spe
             undecided.of(late, 2)
             asked.append(clock.now - began)
     gaps = [after - before for before, after in itertools.pairwise([0.0, *asked])]
-    assert gaps == [gap + 0.5 for gap in (FIRST_PATIENCE_S, 4.0, 8.0, 16.0, LONGEST_PATIENCE_S, LONGEST_PATIENCE_S)][: len(gaps)] and len(gaps) >= 5
+    assert (
+        gaps
+        == [gap + 0.5 for gap in (FIRST_PATIENCE_S, 4.0, 8.0, 16.0, LONGEST_PATIENCE_S, LONGEST_PATIENCE_S)][
+            : len(gaps)
+        ]
+        and len(gaps) >= 5
+    )
     undecided.record_reply("sampler-1", 1)
     clock.now += FIRST_PATIENCE_S + 0.1
     assert undecided.silent() == [1]
 
 
 def test_silence_gives_a_request_up_and_nothing_else_does(undecided: Undecided, clock: Clock) -> None:
-    """A Redis that is away for long, or samplers that come and go, have rows sent again and again: that is nobody's silence."""
+    """A Redis that is away for long, or samplers that come and go, have rows sent again and again:
+    that is nobody's silence.
+    """
     ask(undecided, rows_of((1, 1)), 1)
     for _ in range(10 * MAX_SILENCES):
         undecided.of([1], 2)
@@ -145,7 +165,9 @@ def test_what_could_not_be_heard_is_no_silence(undecided: Undecided, clock: Cloc
 
 
 @pytest.mark.parametrize("answers_later", [True, False])
-def test_a_row_that_a_busy_sampler_has_lost_is_asked_for_again(answers_later: bool, undecided: Undecided, clock: Clock) -> None:
+def test_a_row_that_a_busy_sampler_has_lost_is_asked_for_again(
+    answers_later: bool, undecided: Undecided, clock: Clock
+) -> None:
     """Others of its sequences go on, so it is never silent; yet this row will not come by itself.
 
     A later message's answer shows it at once: a sampler takes its messages in order.
@@ -198,16 +220,25 @@ class Peer:
         return [decode(StepCandidates, values[MESSAGE]) for _, values in entries]
 
     def decide(self, sampler: str, step: int, *decided: tuple[int, int, int]) -> None:
-        handles, positions, tokens = (ids(*column) for column in zip(*decided, strict=True)) if decided else (ids(), ids(), ids())
+        handles, positions, tokens = (
+            (ids(*column) for column in zip(*decided, strict=True)) if decided else (ids(), ids(), ids())
+        )
         self.client.xadd(
-            decisions("compute-1").key, {MESSAGE: encode(StepDecisions(sampler, step, handles, positions, tokens, np.zeros(len(decided), np.uint8)))}
+            decisions("compute-1").key,
+            {
+                MESSAGE: encode(
+                    StepDecisions(sampler, step, handles, positions, tokens, np.zeros(len(decided), np.uint8))
+                )
+            },
         )
 
     def collect(self, count: int) -> list[tuple[int, int, int]]:
         found: list[tuple[int, int, int]] = []
 
         def has_all() -> bool:
-            found.extend((each.handle, each.position, each.token_id) for each in self.exchange.receive(0, wait_s=0.05).decisions)
+            found.extend(
+                (each.handle, each.position, each.token_id) for each in self.exchange.receive(0, wait_s=0.05).decisions
+            )
             return len(found) >= count
 
         wait_until(has_all, description=f"{count} decisions have come")
@@ -332,7 +363,9 @@ def test_sequences_move_with_all_that_is_undecided_when_samplers_come_and_go(pee
     peer.live(*both)
     peer.resend_overdue()
     peer.settle_down()
-    assert keys_of(peer.asked("sampler-2")) == [[(handle, position) for position in (1, 2, 3) for handle in own["sampler-2"]]]
+    assert keys_of(peer.asked("sampler-2")) == [
+        [(handle, position) for position in (1, 2, 3) for handle in own["sampler-2"]]
+    ]
     peer.exchange.send(rows_of(*((handle, 4) for handle in handles)))
     peer.settle_down()
     (to_first,) = peer.asked("sampler-1")
@@ -352,7 +385,9 @@ def test_with_no_sampler_alive_rows_wait_and_go_to_the_first_that_comes(peer: Pe
     assert keys_of(peer.asked("sampler-1")) == [[(1, 1), (1, 2)]]
 
 
-def test_rows_that_are_not_urgent_are_held_back_and_go_out_together(make_peer: Callable[..., Peer], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_that_are_not_urgent_are_held_back_and_go_out_together(
+    make_peer: Callable[..., Peer], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(inbox_module, "STANDING_MS", 20)
     peer = make_peer(publish_interval_s=60.0, max_held=3)
     peer.live("sampler-1")
@@ -363,18 +398,26 @@ def test_rows_that_are_not_urgent_are_held_back_and_go_out_together(make_peer: C
     peer.exchange.send(rows_of((1, 3)), is_urgent=False)
     assert peer.asked_soon("sampler-1") == []
     peer.exchange.send(rows_of((1, 4), (2, 3)), is_urgent=False)
-    assert keys_of(peer.asked_soon("sampler-1")) == [[(1, 2), (2, 2), (1, 3), (2, 3), (1, 4)]], "as many steps as may be held"
+    assert keys_of(peer.asked_soon("sampler-1")) == [[(1, 2), (2, 2), (1, 3), (2, 3), (1, 4)]], (
+        "as many steps as may be held"
+    )
     peer.exchange.send(rows_of((1, 5), (2, 4)), is_urgent=False)
     peer.exchange.send(rows_of((1, 6), (2, 5)))
     (both,) = peer.asked_soon("sampler-1")
     assert keys_of([both]) == [[(2, 4), (1, 5), (2, 5), (1, 6)]], "with what is urgent"
-    peer.decide("sampler-1", both.step, *((handle, position, 5) for handle, last in ((1, 6), (2, 5)) for position in range(1, last + 1)))
+    peer.decide(
+        "sampler-1",
+        both.step,
+        *((handle, position, 5) for handle, last in ((1, 6), (2, 5)) for position in range(1, last + 1)),
+    )
     assert len(peer.collect(11)) == 11 and not peer.exchange.undecided.handles
     peer.exchange.send(rows_of((1, 7)), is_urgent=False)
     assert keys_of(peer.asked_after_a_while("sampler-1")) == [[(1, 7)]], "compute waits, and so does nothing else"
 
 
-def test_held_rows_are_dropped_with_what_they_were_computed_upon(make_peer: Callable[..., Peer], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_held_rows_are_dropped_with_what_they_were_computed_upon(
+    make_peer: Callable[..., Peer], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(inbox_module, "STANDING_MS", 20)
     peer = make_peer(publish_interval_s=60.0, max_held=9)
     peer.live("sampler-1")
@@ -389,7 +432,13 @@ def test_held_rows_are_dropped_with_what_they_were_computed_upon(make_peer: Call
     again.token_ids[:] = 77
     peer.exchange.send(again)
     (message,) = peer.asked_soon("sampler-1")
-    assert keys_of([message]) == [[(1, 2), (3, 2), (1, 3), (3, 3), (3, 4)]] and message.token_ids.tolist() == [5, 5, 77, 5, 5]
+    assert keys_of([message]) == [[(1, 2), (3, 2), (1, 3), (3, 3), (3, 4)]] and message.token_ids.tolist() == [
+        5,
+        5,
+        77,
+        5,
+        5,
+    ]
 
 
 def test_held_rows_wait_for_nothing_but_the_interval(make_peer: Callable[..., Peer]) -> None:
@@ -407,7 +456,9 @@ def test_held_rows_wait_for_nothing_but_the_interval(make_peer: Callable[..., Pe
     wait_until(has_come, description="the row goes out, though no other follows it")
 
 
-def test_a_redis_that_is_away_for_long_fails_nobody(url: str, make_peer: Callable[..., Peer], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_redis_that_is_away_for_long_fails_nobody(
+    url: str, make_peer: Callable[..., Peer], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Every try to write is one more time that the rows are sent, and none that a sampler said nothing."""
     monkeypatch.setattr(inbox_module, "STANDING_MS", 20)
     with FaultyRedis(socket_path(Path(url.removeprefix("unix://")).parent), tmp_path / "proxy.sock") as proxy:

@@ -1,4 +1,5 @@
-"""A replica goes on with what one of another fingerprint began only when no equal one is free; and the answer says so. On real Redis, with the demo
+"""A replica goes on with what one of another fingerprint began only when no equal one is free; and
+the answer says so. On real Redis, with the demo
 model in bfloat16 and in float32."""
 
 import threading
@@ -40,8 +41,17 @@ def line(tmp_path: Path) -> Iterator[LineOfStages]:
 
 @contextmanager
 def second(line: LineOfStages, dtype: str, others: list[str], fingerprint: str = "") -> Iterator[ComputeService]:
-    """Another compute replica, which sees computes of these fingerprints beside itself; of a given fingerprint, or of its own."""
-    settings = ComputeSettings(redis_url=line.redis_url, replica_id="compute-2", dtype=dtype, kv_cache_memory="64MiB", num_threads=1, max_num_seqs=8)
+    """Another compute replica, which sees computes of these fingerprints beside itself; of a given
+    fingerprint, or of its own.
+    """
+    settings = ComputeSettings(
+        redis_url=line.redis_url,
+        replica_id="compute-2",
+        dtype=dtype,
+        kv_cache_memory="64MiB",
+        num_threads=1,
+        max_num_seqs=8,
+    )
     engine = build_engine(settings, FILES)
     stage = LocalStage("compute", settings, max_model_len=engine.max_model_len)
     stage.fingerprint = fingerprint or engine.fingerprint
@@ -64,7 +74,10 @@ def stage_of(compute: ComputeService) -> LocalStage:
 
 def look(stage: LocalStage, others: list[str], running: int = 0) -> None:
     load = Load(max_num_seqs=8, running=running)
-    computes = [replace(replica("compute", f"other-{number}"), fingerprint=each, load=load) for number, each in enumerate(others)]
+    computes = [
+        replace(replica("compute", f"other-{number}"), fingerprint=each, load=load)
+        for number, each in enumerate(others)
+    ]
     own = replace(replica("compute", stage.replica_id), fingerprint=stage.fingerprint)
     stage.live = Registry((replica("sampler", "sampler-1"), own, *computes))
 
@@ -111,13 +124,19 @@ def test_another_goes_on_when_no_equal_one_is_left(line: LineOfStages, monkeypat
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("is_full", [True, False])
-def test_another_goes_on_when_the_equal_one_is_full_or_does_not_take_it(line: LineOfStages, monkeypatch: pytest.MonkeyPatch, is_full: bool) -> None:
+def test_another_goes_on_when_the_equal_one_is_full_or_does_not_take_it(
+    line: LineOfStages, monkeypatch: pytest.MonkeyPatch, is_full: bool
+) -> None:
     monkeypatch.setattr(admit, "LEFT_FOR_S", 600.0 if is_full else 0.5)
     begin(line)
     with second(line, "float32", ["fp_third"]) as compute:
         look(stage_of(compute), ["fp_first"], running=8 if is_full else 0)
         wait_until(lambda: line.has_ended("text.0"), description="the answer is whole", timeout_s=120)
-    assert len(logged(line)) == NUM_TOKENS and {event.fingerprint for event in logged(line)} == {"fp_first", "", compute.stage.fingerprint}
+    assert len(logged(line)) == NUM_TOKENS and {event.fingerprint for event in logged(line)} == {
+        "fp_first",
+        "",
+        compute.stage.fingerprint,
+    }
 
 
 def test_an_equal_one_goes_on_in_silence(line: LineOfStages) -> None:

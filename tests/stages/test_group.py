@@ -1,4 +1,6 @@
-"""A group's processes: they come up together, and end together within seconds, with one line that says why. They run no model."""
+"""A group's processes: they come up together, and end together within seconds, with one line that
+says why. They run no model.
+"""
 
 import os
 import re
@@ -35,10 +37,19 @@ class Rank:
 
     def __init__(self, log: Path, *flags: str, **environment: str) -> None:
         self.log = log
-        variables = {"PENSTOCK_GROUP_TIMEOUT_S": str(TIMEOUT_S), "PENSTOCK_GROUP_WAIT_S": str(SLOW_S), "OMP_NUM_THREADS": "1"}
+        variables = {
+            "PENSTOCK_GROUP_TIMEOUT_S": str(TIMEOUT_S),
+            "PENSTOCK_GROUP_WAIT_S": str(SLOW_S),
+            "OMP_NUM_THREADS": "1",
+        }
         with log.open("w") as file:
             self.process = subprocess.Popen(
-                [*COMMAND, *flags], env={**os.environ, **variables, **environment}, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=file, text=True
+                [*COMMAND, *flags],
+                env={**os.environ, **variables, **environment},
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=file,
+                text=True,
             )
 
     def say(self, word: str) -> None:
@@ -108,13 +119,28 @@ def kill_while_asleep(head: Rank) -> None:
 
 FAULTS: dict[str, tuple[Callable[[Rank], None], str]] = {
     "a rank is killed": (kill(signal.SIGKILL, 1), r"reason='rank 1 of 3 \(pid \d+\) died: signal 9 \(SIGKILL\)'"),
-    "a rank makes a mistake": (lambda head: head.say("break"), r"the group ends reason=\"rank 1 of 3 \(pid \d+\): RuntimeError\('a mistake'\)\""),
+    "a rank makes a mistake": (
+        lambda head: head.say("break"),
+        r"the group ends reason=\"rank 1 of 3 \(pid \d+\): RuntimeError\('a mistake'\)\"",
+    ),
     "rank 0 is killed": (kill(signal.SIGKILL, 0), ""),
-    "a rank is stopped": (kill(signal.SIGSTOP, 2), r"reason='rank 2 of 3 \(pid \d+\) has been silent for \d\.\d s: it is stopped, or cut off"),
-    "a rank's step hangs": (lambda head: head.say("hang"), r"reason='rank 1 of 3 \(pid \d+\): its RunStep takes longer than --step-timeout-s 0.5'"),
-    "a rank is killed while rank 0 is in native code": (kill_while_asleep, r"reason='rank 2 of 3 \(pid \d+\) died: signal 9"),
-    "rank 0 is stopped": (kill(signal.SIGSTOP, 0), r"of rank 2: the group ends reason='rank 0 of 3 \(pid \d+\) has been silent for \d\.\d s"),
-}  # fmt: skip
+    "a rank is stopped": (
+        kill(signal.SIGSTOP, 2),
+        r"reason='rank 2 of 3 \(pid \d+\) has been silent for \d\.\d s: it is stopped, or cut off",
+    ),
+    "a rank's step hangs": (
+        lambda head: head.say("hang"),
+        r"reason='rank 1 of 3 \(pid \d+\): its RunStep takes longer than --step-timeout-s 0.5'",
+    ),
+    "a rank is killed while rank 0 is in native code": (
+        kill_while_asleep,
+        r"reason='rank 2 of 3 \(pid \d+\) died: signal 9",
+    ),
+    "rank 0 is stopped": (
+        kill(signal.SIGSTOP, 0),
+        r"of rank 2: the group ends reason='rank 0 of 3 \(pid \d+\) has been silent for \d\.\d s",
+    ),
+}
 
 
 @pytest.mark.sampled(4)
@@ -134,7 +160,9 @@ def test_a_rank_that_dies_or_hangs_ends_its_group_with_one_line(name: str, tmp_p
         assert head.ends() == (-9 if name == "rank 0 is killed" else 1)
         found = [each for each in head.lines() if re.search(line, each)]
         assert len(found) == 1 or not line, head.lines()
-        assert (head.lines().count("RuntimeError: a mistake") == 1) == (name == "a rank makes a mistake"), "its traceback is written"
+        assert (head.lines().count("RuntimeError: a mistake") == 1) == (name == "a rank makes a mistake"), (
+            "its traceback is written"
+        )
 
 
 @pytest.mark.more
@@ -163,7 +191,11 @@ def test_ranks_that_start_end_with_rank_0_and_say_nothing(tmp_path: Path) -> Non
         kill(signal.SIGKILL, 0)(head)
         assert head.ends() == -9
         wait_until(lambda: are_gone(children), description="no rank is left")
-        assert head.lines() == [] and f"{FEW_CORES}: each step waits for the slowest threads={num_cores + 4} cores={num_cores}" in head.log.read_text()
+        assert (
+            head.lines() == []
+            and f"{FEW_CORES}: each step waits for the slowest threads={num_cores + 4} cores={num_cores}"
+            in head.log.read_text()
+        )
 
 
 @pytest.mark.parametrize(
@@ -171,7 +203,11 @@ def test_ranks_that_start_end_with_rank_0_and_say_nothing(tmp_path: Path) -> Non
     [
         ("GROUP_FAILS=1", r"penstock: rank 1 of 3 \(pid \d+\): the weights are too large"),
         ("GROUP_FAILS=0", r"penstock: the weights are too large"),
-        ("GROUP_OTHER=2", r"penstock: rank 2 of 3 \(pid \d+\) has the fingerprint fp_other, and rank 0 has fp_same: the ranks of a group must have the same"),
+        (
+            "GROUP_OTHER=2",
+            r"penstock: rank 2 of 3 \(pid \d+\) has the fingerprint fp_other, and rank 0 has fp_same: the ranks of a "
+            r"group must have the same",
+        ),
     ],
 )
 @pytest.mark.more
@@ -227,7 +263,9 @@ class Wire:
 def two_hosts(tmp_path: Path, wire: Wire, port: int, **environment: str) -> tuple[Rank, Rank]:
     sizes = ("--pipeline-parallel-size", "2")
     head = Rank(tmp_path / "head", *sizes, "--rank", "0", "--master", f"127.0.0.1:{port}", **environment)
-    return head, Rank(tmp_path / "other", *sizes, "--rank", "1", "--world-size", "2", "--master", wire.master, **environment)
+    return head, Rank(
+        tmp_path / "other", *sizes, "--rank", "1", "--world-size", "2", "--master", wire.master, **environment
+    )
 
 
 def test_ranks_on_two_hosts_end_when_they_are_cut_off_from_each_other(tmp_path: Path) -> None:
@@ -244,7 +282,10 @@ def test_ranks_on_two_hosts_end_when_they_are_cut_off_from_each_other(tmp_path: 
             (head, rf"rank 1 of 2 \(pid {other.process.pid}\)"),
             (other, rf"of rank 1: the group ends reason='rank 0 of 2 \(pid {head.process.pid}\)"),
         ):
-            assert re.search(rf"{line} has been silent for \d\.\d s: it is stopped, or cut off \(--group-timeout-s 2\)", rank.lines()[-1])
+            assert re.search(
+                rf"{line} has been silent for \d\.\d s: it is stopped, or cut off \(--group-timeout-s 2\)",
+                rank.lines()[-1],
+            )
     wire.close()
 
 
@@ -256,7 +297,9 @@ def test_ranks_on_two_hosts_refuse_another_model_on_both_sides(tmp_path: Path) -
     with running(head, other):
         assert head.ends() == other.ends() == 2
         for rank in (head, other):
-            assert re.search(r"rank 1 of 2 \(pid \d+\) has the fingerprint fp_other, and rank 0 has fp_same: ", rank.lines()[-1])
+            assert re.search(
+                r"rank 1 of 2 \(pid \d+\) has the fingerprint fp_other, and rank 0 has fp_same: ", rank.lines()[-1]
+            )
     wire.close()
 
 
@@ -309,13 +352,28 @@ def join(settings: ComputeSettings, rank: int, errors: list[str]) -> threading.T
 @pytest.mark.parametrize(
     ("change", "line"),
     [
-        ({"version": "0.0.9"}, r"rank 1 of 2 \(pid \d+\) has version 0\.0\.9, and rank 0 has \S+: the ranks of a group must have the same"),
-        ({"protocol": "00aa"}, r"rank 1 of 2 \(pid \d+\) has protocol 00aa, and rank 0 has \S+: the ranks of a group must have the same"),
-        ({"settings": {"dtype": "float32"}}, r"rank 1 of 2 \(pid \d+\) has --dtype float32, and rank 0 has auto: the ranks of a group must have the same"),
-        ({"settings": {"later": "1"}}, r"rank 1 of 2 \(pid \d+\) has --later 1, and rank 0 has none: the ranks of a group must have the same"),
+        (
+            {"version": "0.0.9"},
+            r"rank 1 of 2 \(pid \d+\) has version 0\.0\.9, and rank 0 has \S+: the ranks of a group must have the same",
+        ),
+        (
+            {"protocol": "00aa"},
+            r"rank 1 of 2 \(pid \d+\) has protocol 00aa, and rank 0 has \S+: the ranks of a group must have the same",
+        ),
+        (
+            {"settings": {"dtype": "float32"}},
+            r"rank 1 of 2 \(pid \d+\) has --dtype float32, and rank 0 has auto: the ranks of a group must have the "
+            r"same",
+        ),
+        (
+            {"settings": {"later": "1"}},
+            r"rank 1 of 2 \(pid \d+\) has --later 1, and rank 0 has none: the ranks of a group must have the same",
+        ),
     ],
 )
-def test_a_rank_of_another_kind_is_refused_on_both_sides_before_it_loads(change: dict[str, Any], line: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_of_another_kind_is_refused_on_both_sides_before_it_loads(
+    change: dict[str, Any], line: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     settings = ComputeSettings(tensor_parallel_size=2, rank=0, master=f"127.0.0.1:{free_port()}", group_wait_s=SLOW_S)
     ours = hello_of(settings, 1)
 
@@ -364,9 +422,14 @@ def connects(port: int, data: bytes) -> bool:
 
 def test_ranks_that_do_not_come_are_named(tmp_path: Path) -> None:
     settings = ComputeSettings(tensor_parallel_size=3, rank=0, master=f"127.0.0.1:{free_port()}", group_wait_s=0.2)
-    with pytest.raises(StartupError, match=re.escape(f"ranks 1, 2 of 3 did not come to {settings.master} within --group-wait-s 0.2")):
+    with pytest.raises(
+        StartupError, match=re.escape(f"ranks 1, 2 of 3 did not come to {settings.master} within --group-wait-s 0.2")
+    ):
         gather_ranks(settings)
-    with pytest.raises(StartupError, match=rf"--master {settings.master}: rank 0 did not answer within --group-wait-s 0.2: Connection refused"):
+    with pytest.raises(
+        StartupError,
+        match=rf"--master {settings.master}: rank 0 did not answer within --group-wait-s 0.2: Connection refused",
+    ):
         connect_to_first(settings, 1)
     with pytest.raises(StartupError, match="rank 0 listens at an address of its own host"):
         gather_ranks(settings.model_copy(update={"master": "192.0.2.1:29400"}))
@@ -374,13 +437,23 @@ def test_ranks_that_do_not_come_are_named(tmp_path: Path) -> None:
 
 @pytest.mark.more
 def test_a_rank_that_can_not_be_run_is_said(tmp_path: Path) -> None:
-    begin = "from services.compute.ranks.group.ends import *; from shared.wire.stage import run_stage; settings = ComputeSettings(tensor_parallel_size=2); "
+    begin = (
+        "from services.compute.ranks.group.ends import *; from shared.wire.stage import run_stage; settings = "
+        "ComputeSettings(tensor_parallel_size=2); "
+    )
     for command, code, line in (
         ("['sh', '-c', 'exit 2']", 2, r"penstock: rank 1 of 2 \(pid \d+\) died while it started: exit code 2"),
-        ("['sh', '-c', 'kill -9 $$']", 1, r"the group ends reason='rank 1 of 2 \(pid \d+\) died while it started: signal 9 \(SIGKILL\)'"),
+        (
+            "['sh', '-c', 'kill -9 $$']",
+            1,
+            r"the group ends reason='rank 1 of 2 \(pid \d+\) died while it started: signal 9 \(SIGKILL\)'",
+        ),
         ("['/nowhere']", 2, r"penstock: rank 1 of 2 can't be started: .*No such file or directory.*"),
     ):
         ended = subprocess.run(
-            [sys.executable, "-c", f"{begin} run_stage(lambda: open_group(settings, {command}))"], capture_output=True, text=True, timeout=60
+            [sys.executable, "-c", f"{begin} run_stage(lambda: open_group(settings, {command}))"],
+            capture_output=True,
+            text=True,
+            timeout=60,
         )
         assert ended.returncode == code and re.fullmatch(line, ended.stderr.strip()), ended.stderr

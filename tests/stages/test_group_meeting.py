@@ -1,4 +1,6 @@
-"""Ranks of several hosts meet: whoever else connects holds nobody up, and a rank that comes too early may come again."""
+"""Ranks of several hosts meet: whoever else connects holds nobody up, and a rank that comes too
+early may come again.
+"""
 
 import os
 import re
@@ -39,7 +41,9 @@ SLOW_S = 60.0  # a machine that does much else
 
 
 def settings_of(num_ranks: int = 2, wait_s: float = SLOW_S) -> ComputeSettings:
-    return ComputeSettings(tensor_parallel_size=num_ranks, rank=0, master=f"127.0.0.1:{free_port()}", group_wait_s=wait_s)
+    return ComputeSettings(
+        tensor_parallel_size=num_ranks, rank=0, master=f"127.0.0.1:{free_port()}", group_wait_s=wait_s
+    )
 
 
 def connected(settings: ComputeSettings) -> socket.socket:
@@ -48,7 +52,9 @@ def connected(settings: ComputeSettings) -> socket.socket:
 
     def connect() -> bool:
         with suppress(OSError):
-            found.append(socket.create_connection(("127.0.0.1", int(settings.master.rpartition(":")[2])), timeout=SLOW_S))
+            found.append(
+                socket.create_connection(("127.0.0.1", int(settings.master.rpartition(":")[2])), timeout=SLOW_S)
+            )
         return bool(found)
 
     wait_until(connect, description="rank 0 listens")
@@ -82,7 +88,10 @@ def test_whoever_sends_a_byte_at_times_does_not_hold_rank_0() -> None:
     assert held_s[0] < 5 * HELLO_S
 
 
-@pytest.mark.parametrize("change", [{"use": "tea"}, {"use": ["commands"]}, {"rank": "1"}, {"settings": {"dtype": 1}}, {"version": 3}, {"host": None}])
+@pytest.mark.parametrize(
+    "change",
+    [{"use": "tea"}, {"use": ["commands"]}, {"rank": "1"}, {"settings": {"dtype": 1}}, {"version": 3}, {"host": None}],
+)
 def test_a_hello_of_another_form_is_no_rank(change: dict[str, Any]) -> None:
     settings = settings_of()
 
@@ -143,7 +152,7 @@ if rank == 0:
 found = torch.full((1,), rank)
 torch.distributed.broadcast(found, 1, group=group)
 print(found.item(), flush=True)
-"""
+"""  # noqa: E501
 
 
 def start(rank: int, port: int, wait_s: float) -> "subprocess.Popen[str]":
@@ -165,9 +174,15 @@ def head_that_waits_alone() -> None:
     settings = ComputeSettings(tensor_parallel_size=2, group_wait_s=0.5, group_timeout_s=SLOW_S)
     ours, theirs = socket.socketpair()
     watch, their_watch = socket.socketpair()
-    with theirs, their_watch, Group(settings, [Peer(1, 2, socket.gethostname(), os.getpid(), Channel(ours), watch)], None, 1) as group:
+    with (
+        theirs,
+        their_watch,
+        Group(settings, [Peer(1, 2, socket.gethostname(), os.getpid(), Channel(ours), watch)], None, 1) as group,
+    ):
         began_at = time.monotonic()
-        with pytest.raises(Unready, match=r"the ranks did not meet within --group-wait-s 0\.5, at a port of 127\.0\.0\.1: "):
+        with pytest.raises(
+            Unready, match=r"the ranks did not meet within --group-wait-s 0\.5, at a port of 127\.0\.0\.1: "
+        ):
             connect(settings, torch.device("cpu"), group)
         assert time.monotonic() - began_at < SLOW_S / 2
         rendezvous = Channel(theirs).receive()
@@ -175,7 +190,9 @@ def head_that_waits_alone() -> None:
 
 
 def test_a_head_whose_ranks_do_not_meet_it_says_so_in_time() -> None:
-    """In a process of its own: torch counts the group that it has begun, and would look for those after it by another name than their other ranks."""
+    """In a process of its own: torch counts the group that it has begun, and would look for those
+    after it by another name than their other ranks.
+    """
     call = f"from {__name__} import head_that_waits_alone; head_that_waits_alone()"
     subprocess.run([sys.executable, "-c", call], check=True, timeout=2 * SLOW_S)
 
@@ -184,9 +201,16 @@ def test_a_rank_with_another_device_does_not_meet() -> None:
     settings = ComputeSettings(tensor_parallel_size=2)
     ours, theirs = socket.socketpair()
     watch, their_watch = socket.socketpair()
-    with theirs, their_watch, Member(settings, 1, Peer(0, 2, socket.gethostname(), os.getpid(), Channel(ours), watch), None, 1) as member:
+    with (
+        theirs,
+        their_watch,
+        Member(settings, 1, Peer(0, 2, socket.gethostname(), os.getpid(), Channel(ours), watch), None, 1) as member,
+    ):
         Channel(theirs).send(Rendezvous(1, "cuda"))
-        with pytest.raises(StartupError, match="rank 1 has the device cpu, and rank 0 has cuda: the ranks of a group must have the same"):
+        with pytest.raises(
+            StartupError,
+            match="rank 1 has the device cpu, and rank 0 has cuda: the ranks of a group must have the same",
+        ):
             connect(settings, torch.device("cpu"), member)
 
 
@@ -194,14 +218,22 @@ def test_two_ranks_with_one_gpu_are_refused_in_one_line() -> None:
     store = listen(LOOPBACK, timedelta(seconds=10))
     refuse_shared_device(store, 0, "a GPU-1")
     refuse_shared_device(store, 1, "a GPU-2")
-    with pytest.raises(StartupError, match="rank 2 has the same GPU as rank 0: with --master, give each rank of a host its own by CUDA_VISIBLE_DEVICES"):
+    with pytest.raises(
+        StartupError,
+        match=(
+            "rank 2 has the same GPU as rank 0: with --master, give each rank of a host its own by CUDA_VISIBLE_DEVICES"
+        ),
+    ):
         refuse_shared_device(store, 2, "a GPU-1")
 
 
 def test_more_stages_than_layers_are_refused_in_one_line() -> None:
     config = read_config(open_model("demo").config, 64)
     place = Placement(stage=PipelineStage(0, config.num_layers + 1, None))
-    with pytest.raises(StartupError, match=rf"--pipeline-parallel-size {config.num_layers + 1}: the model has {config.num_layers} layers"):
+    with pytest.raises(
+        StartupError,
+        match=rf"--pipeline-parallel-size {config.num_layers + 1}: the model has {config.num_layers} layers",
+    ):
         place.stage_of(config)
 
 

@@ -1,4 +1,6 @@
-"""A device that hangs without an error: its process ends when the step has taken too long, and another goes on with its requests."""
+"""A device that hangs without an error: its process ends when the step has taken too long, and
+another goes on with its requests.
+"""
 
 import time
 from pathlib import Path
@@ -10,18 +12,31 @@ from shared.wire import registry
 from shared.wire.stage import Stage
 from tests.conftest import running_redis
 from tests.deployment import Deployment, free_port
-from tests.stages.test_deaths import answers, events, leases_end_with_processes, request, start_fragile, submit, undisturbed, wait_for_all
+from tests.stages.test_deaths import (
+    answers,
+    events,
+    leases_end_with_processes,
+    request,
+    start_fragile,
+    submit,
+    undisturbed,
+    wait_for_all,
+)
 from tests.waiting import wait_until
 
 STEP_TIMEOUT_S = 3.0
 WORD = "a step does not end, ending the process"
 
 
-def test_a_step_that_does_not_end_ends_its_process_and_another_goes_on(tmp_path: Path, redis_binary: Path | None) -> None:
+def test_a_step_that_does_not_end_ends_its_process_and_another_goes_on(
+    tmp_path: Path, redis_binary: Path | None
+) -> None:
     with running_redis(tmp_path / "redis", redis_binary) as url:
         deployment = Deployment(url, tmp_path)
         try:
-            hanging = start_fragile(deployment, "compute-0", FRAGILE_HANGS="1", PENSTOCK_STEP_TIMEOUT_S=str(STEP_TIMEOUT_S))
+            hanging = start_fragile(
+                deployment, "compute-0", FRAGILE_HANGS="1", PENSTOCK_STEP_TIMEOUT_S=str(STEP_TIMEOUT_S)
+            )
             deployment.start("sampler", "sampler-1")
             deployment.wait_live("sampler-1", hanging)
             client, running = deployment.redis(), [request("by", number, 40) for number in range(3)]
@@ -31,7 +46,9 @@ def test_a_step_that_does_not_end_ends_its_process_and_another_goes_on(tmp_path:
             began_at = time.monotonic()
             submit(client, asked[-1:])
             time.sleep(STEP_TIMEOUT_S / 2)
-            assert hanging in {each.replica_id for each in deployment.registry().replicas}, "a step may take that long: it keeps its requests"
+            assert hanging in {each.replica_id for each in deployment.registry().replicas}, (
+                "a step may take that long: it keeps its requests"
+            )
             assert deployment.processes[hanging].wait(60) == 1, deployment.logs()
             assert STEP_TIMEOUT_S - 1 <= time.monotonic() - began_at < STEP_TIMEOUT_S + 30
             assert (tmp_path / f"{hanging}.log").read_text().count(WORD) == 1
@@ -53,7 +70,9 @@ def end(code: int) -> None:
     raise EndedError(code)
 
 
-def test_only_a_step_beyond_its_own_bound_ends_compute(tmp_path: Path, redis_binary: Path | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_a_step_beyond_its_own_bound_ends_compute(
+    tmp_path: Path, redis_binary: Path | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Steps of minutes are slow, not stuck: their replica is alive."""
     monkeypatch.setattr(registry.os, "_exit", end)
     with running_redis(tmp_path / "redis", redis_binary) as url:

@@ -1,4 +1,6 @@
-"""Heads in the pipeline, Medusa's and EAGLE-3's: useless, harmful or good, the logs are byte for byte those without, and so is the fingerprint."""
+"""Heads in the pipeline, Medusa's and EAGLE-3's: useless, harmful or good, the logs are byte for
+byte those without, and so is the fingerprint.
+"""
 
 import json
 from collections.abc import Iterator
@@ -51,7 +53,12 @@ def useless(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Random blocks on the model's own head."""
     out = tmp_path_factory.mktemp("useless")
     sizes = {"weight": (HIDDEN, HIDDEN), "bias": (HIDDEN,)}
-    tensors = {f"blocks.{head}.layers.{layer}.{part}": torch.randn(size) for head in range(4) for layer in (0, 1) for part, size in sizes.items()}
+    tensors = {
+        f"blocks.{head}.layers.{layer}.{part}": torch.randn(size)
+        for head in range(4)
+        for layer in (0, 1)
+        for part, size in sizes.items()
+    }
     save_file(tensors, out / "model.safetensors")
     return out
 
@@ -74,7 +81,9 @@ class Noting(EagleProposer):
     def _hear(self, row: BatchRow, states: Tensor) -> None:
         super()._hear(row, states)
         places = enumerate(zip(row.token_ids, states, strict=False), row.num_computed_tokens)
-        self.heard.setdefault(row.handle, {}).update({place: (token_id, state.clone()) for place, (token_id, state) in places})
+        self.heard.setdefault(row.handle, {}).update(
+            {place: (token_id, state.clone()) for place, (token_id, state) in places}
+        )
 
 
 def eagle(line: LineOfStages, folder: Path) -> Noting:
@@ -84,20 +93,38 @@ def eagle(line: LineOfStages, folder: Path) -> Noting:
     executor = line.compute.executor
     assert isinstance(executor, ModelRunner) and isinstance(executor.model, Decoder)
     executor.model.tap(loaded.head.taps)
-    cache = KVCache(loaded.head.config, executor.model.backend, num_blocks=executor.kv_cache.num_blocks, block_size=executor.kv_cache.block_size)
+    cache = KVCache(
+        loaded.head.config,
+        executor.model.backend,
+        num_blocks=executor.kv_cache.num_blocks,
+        block_size=executor.kv_cache.block_size,
+    )
     return Noting(loaded.head, cache, executor, executor.row_search)
 
 
-def write_linear_head(folder: Path, weight: Tensor, norm: Tensor, taps: tuple[int, ...] = (FILES.config["num_hidden_layers"],)) -> Path:
-    """A head that adds a linear function [HIDDEN, 2 * HIDDEN] of the next token and the state to the state, which is the first tap's: what the last
+def write_linear_head(
+    folder: Path, weight: Tensor, norm: Tensor, taps: tuple[int, ...] = (FILES.config["num_hidden_layers"],)
+) -> Path:
+    """A head that adds a linear function [HIDDEN, 2 * HIDDEN] of the next token and the state to
+    the state, which is the first tap's: what the last
     layer makes, if nothing else is said."""
-    layer = {"self_attn.v_proj": weight, "self_attn.o_proj": torch.eye(HIDDEN)} | {f"self_attn.{name}_proj": torch.zeros(HIDDEN, 2 * HIDDEN) for name in "qk"}
-    layer |= {f"mlp.{name}_proj": torch.zeros(32, HIDDEN) for name in ("gate", "up")} | {"mlp.down_proj": torch.zeros(HIDDEN, 32)}
+    layer = {"self_attn.v_proj": weight, "self_attn.o_proj": torch.eye(HIDDEN)} | {
+        f"self_attn.{name}_proj": torch.zeros(HIDDEN, 2 * HIDDEN) for name in "qk"
+    }
+    layer |= {f"mlp.{name}_proj": torch.zeros(32, HIDDEN) for name in ("gate", "up")} | {
+        "mlp.down_proj": torch.zeros(HIDDEN, 32)
+    }
     layer |= {name: torch.ones(HIDDEN) for name in ("hidden_norm", "input_layernorm", "post_attention_layernorm")}
-    tensors = {f"midlayer.{name}.weight": each for name, each in layer.items()} | {"fc.weight": torch.eye(HIDDEN, len(taps) * HIDDEN), "norm.weight": norm}
+    tensors = {f"midlayer.{name}.weight": each for name, each in layer.items()} | {
+        "fc.weight": torch.eye(HIDDEN, len(taps) * HIDDEN),
+        "norm.weight": norm,
+    }
     folder.mkdir()
     save_file(tensors, folder / "model.safetensors")
-    sizes = {name: FILES.config[name] for name in ("hidden_size", "vocab_size", "num_attention_heads", "max_position_embeddings", "rms_norm_eps")}
+    sizes = {
+        name: FILES.config[name]
+        for name in ("hidden_size", "vocab_size", "num_attention_heads", "max_position_embeddings", "rms_norm_eps")
+    }
     window = {"use_sliding_window": True, "sliding_window": 1}
     config = sizes | window | {"intermediate_size": 32, "eagle_aux_hidden_state_layer_ids": list(taps)}
     (folder / "config.json").write_text(json.dumps(config | {"architectures": ["LlamaForCausalLMEagle3"]}))
@@ -110,7 +137,9 @@ def fitted(noted: Noting) -> Tensor:
     def normed(x: Tensor) -> Tensor:
         return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6)
 
-    pairs = [(heard[place], heard[place + 1]) for heard in noted.heard.values() for place in heard if place + 1 in heard]
+    pairs = [
+        (heard[place], heard[place + 1]) for heard in noted.heard.values() for place in heard if place + 1 in heard
+    ]
     before, after = (torch.stack([pair[which][1].double() for pair in pairs]) for which in (0, 1))
     embeddings = noted.head.embedding[torch.tensor([pair[1][0] for pair in pairs])].double()
     x = torch.cat([normed(embeddings), normed(before)], 1)
@@ -138,7 +167,9 @@ def test_logs_are_the_same_with_an_eagle_head(line: LineOfStages, tmp_path: Path
     """One that knows nothing; and one that was fitted to the states that the first heard."""
     expected, _ = logs(line)
     model = line.compute.executor.model
-    useless = eagle(line, write_linear_head(tmp_path / "useless", torch.randn(HIDDEN, 2 * HIDDEN), model.weights.norm.float()))
+    useless = eagle(
+        line, write_linear_head(tmp_path / "useless", torch.randn(HIDDEN, 2 * HIDDEN), model.weights.norm.float())
+    )
     found, _ = logs(line, useless)
     assert found == expected
     head = eagle(line, write_linear_head(tmp_path / "fitted", fitted(useless), model.weights.norm.float()))
@@ -147,10 +178,17 @@ def test_logs_are_the_same_with_an_eagle_head(line: LineOfStages, tmp_path: Path
     assert head._unread == {}, "who has ended is forgotten"
 
 
-def test_auto_takes_heads_that_are_given_and_the_fingerprint_knows_nothing_of_them(trained: Path, line: LineOfStages) -> None:
+def test_auto_takes_heads_that_are_given_and_the_fingerprint_knows_nothing_of_them(
+    trained: Path, line: LineOfStages
+) -> None:
     plain, given = (build_engine(ComputeSettings(heads=heads, **SETTINGS), FILES) for heads in ("", str(trained)))
     assert plain.fingerprint == given.fingerprint and plain.proposers == ()
-    assert [each.name for each in make_proposers(given.speculators, line.compute.constraints, given.proposers)] == ["grammar", "prediction", "lookup", "medusa"]
+    assert [each.name for each in make_proposers(given.speculators, line.compute.constraints, given.proposers)] == [
+        "grammar",
+        "prediction",
+        "lookup",
+        "medusa",
+    ]
     assert build_engine(ComputeSettings(heads=str(trained), speculate="off", **SETTINGS), FILES).proposers == ()
 
 
@@ -160,7 +198,7 @@ def test_auto_takes_heads_that_are_given_and_the_fingerprint_knows_nothing_of_th
         (["--speculate", "medusa"], "--speculate medusa needs --heads"),
         (["--speculate", "eagle"], "--speculate eagle needs --heads"),
         (["--speculate", "lookup", "--heads", "x"], "--speculate lookup does not use --heads"),
-    ],  # fmt: skip
+    ],
 )
 def test_flags_that_do_not_fit_are_refused(flags: list[str], reason: str) -> None:
     for settings in (ComputeSettings, UpSettings):
@@ -172,7 +210,9 @@ def test_a_folder_says_which_kind_it_holds(useless: Path, tmp_path: Path) -> Non
     head = write_linear_head(tmp_path / "head", torch.zeros(HIDDEN, 2 * HIDDEN), torch.ones(HIDDEN))
     plain, given = (build_engine(ComputeSettings(heads=heads, **SETTINGS), FILES) for heads in ("", str(head)))
     assert [each.name for each in given.proposers] == ["eagle"] and given.fingerprint == plain.fingerprint
-    assert given.scheduler.block_manager.num_blocks < plain.scheduler.block_manager.num_blocks, "its keys and values are a part of --kv-cache-memory"
+    assert given.scheduler.block_manager.num_blocks < plain.scheduler.block_manager.num_blocks, (
+        "its keys and values are a part of --kv-cache-memory"
+    )
     for kind, folder in (("medusa", head), ("eagle", useless)):
         with pytest.raises(StartupError, match=f"--speculate {kind}: the heads in .* are of another kind, "):
             build_engine(ComputeSettings(heads=str(folder), speculate=kind, **SETTINGS), FILES)

@@ -1,4 +1,6 @@
-"""Grammars that burn time and memory, straight into compute as no gateway lets them: a stream beside them goes on, and memory comes back."""
+"""Grammars that burn time and memory, straight into compute as no gateway lets them: a stream
+beside them goes on, and memory comes back.
+"""
 
 import time
 from collections.abc import Iterator
@@ -21,7 +23,12 @@ from tests.stages.test_deaths import events, submit, wait_for_all
 from tests.waiting import wait_until
 
 EOS = open_model("demo").eos_token_ids
-HOSTILE = [f"({letter}{{1000}}){{1000}}" for letter in "abc"] + ["g{1000000}", "h{1000000}", "((i{100}){100}){20}", "(jk{1000}){1000}"]
+HOSTILE = [f"({letter}{{1000}}){{1000}}" for letter in "abc"] + [
+    "g{1000000}",
+    "h{1000000}",
+    "((i{100}){100}){20}",
+    "(jk{1000}){1000}",
+]
 NUM_TOKENS = 400
 PROMPT = np.array([30, 40, 50], np.int32)
 
@@ -38,7 +45,15 @@ def stages(tmp_path: Path, redis_binary: Path | None) -> Iterator[Deployment]:
 
 def request(name: str, constraint: Constraint | None = None, max_tokens: int = NUM_TOKENS) -> TokenizedRequest:
     eos_token_ids = EOS if constraint is not None else ()  # without one it goes on
-    return TokenizedRequest(f"{name}.0", None, MODEL, SamplingParams(max_tokens=max_tokens, seed=1), PROMPT, eos_token_ids, constraint=constraint)
+    return TokenizedRequest(
+        f"{name}.0",
+        None,
+        MODEL,
+        SamplingParams(max_tokens=max_tokens, seed=1),
+        PROMPT,
+        eos_token_ids,
+        constraint=constraint,
+    )
 
 
 def longest_pause(client: "redis.Redis", stream: TokenizedRequest) -> float:
@@ -57,7 +72,9 @@ def unbounded_s() -> float:
     """How long the first of them is compiled on this machine now, by the library's own limits."""
     began = time.monotonic()
     limits = LLParserLimits(initial_lexer_fuel=1_000_000, verbose_errors=False)
-    LLMatcher(vocabulary().tokenizer, LLMatcher.grammar_from_regex(HOSTILE[0]), log_level=0, limits=limits).compute_bitmask()
+    LLMatcher(
+        vocabulary().tokenizer, LLMatcher.grammar_from_regex(HOSTILE[0]), log_level=0, limits=limits
+    ).compute_bitmask()
     return time.monotonic() - began
 
 
@@ -77,7 +94,10 @@ def test_a_stream_goes_on_and_memory_comes_back_when_hostile_grammars_arrive(sta
 
     submit(client, [stream := request("stream")])
     wait_until(lambda: events(client, stream), description="it has begun")
-    hostile = [request(f"hostile{number}", Constraint("regex", text, param="guided_regex")) for number, text in enumerate(HOSTILE)]
+    hostile = [
+        request(f"hostile{number}", Constraint("regex", text, param="guided_regex"))
+        for number, text in enumerate(HOSTILE)
+    ]
     submit(client, hostile)
     pause_with = longest_pause(client, stream)
     wait_for_all(stages, hostile)
@@ -85,7 +105,10 @@ def test_a_stream_goes_on_and_memory_comes_back_when_hostile_grammars_arrive(sta
         error = events(client, each)[-1].error
         assert error is not None and (error.status, error.param) == (400, "guided_regex")
     compiling_s = unbounded_s()
-    print(f"longest pause without {pause_without:.3f} s, with {pause_with:.3f} s; one compiles unbounded in {compiling_s:.3f} s")
+    print(
+        f"longest pause without {pause_without:.3f} s, with {pause_with:.3f} s; one compiles unbounded in "
+        f"{compiling_s:.3f} s"
+    )
     print(f"memory before {memory_before >> 20} MB, after {process.memory_info().rss >> 20} MB")
     assert pause_with < pause_without + compiling_s / 2
     wait_until(lambda: process.memory_info().rss < memory_before + (64 << 20), description="its memory has come back")

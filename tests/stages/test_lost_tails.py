@@ -1,4 +1,6 @@
-"""Logs that lose their tails while their requests run, as where a replica of Redis that lagged takes over: what is lost is computed again, and is the same."""
+"""Logs that lose their tails while their requests run, as where a replica of Redis that lagged
+takes over: what is lost is computed again, and is the same.
+"""
 
 import time
 
@@ -23,7 +25,7 @@ if #entries == 0 or entries[#entries][2][3] == 'e' then return 0 end
 redis.call('DEL', KEYS[1])
 for at = 1, math.min(tonumber(ARGV[1]), #entries) do redis.call('XADD', KEYS[1], entries[at][1], unpack(entries[at][2])) end
 return 1
-"""
+"""  # noqa: E501
 
 
 def cut(line: LineOfStages, request: GenerateRequest, num_left: int) -> bool:
@@ -43,7 +45,10 @@ def test_what_is_lost_is_computed_again(num_left: int, redis_url: str) -> None:
                 key = log_key(request.request_id)
                 wait_until(lambda key=key: line.client.xlen(key) > 25, description="it runs")
                 assert cut(line, request, num_left)
-                wait_until(lambda request=request: line.has_ended(request.request_id) and line.is_at_rest(), description="it has ended")
+                wait_until(
+                    lambda request=request: line.has_ended(request.request_id) and line.is_at_rest(),
+                    description="it has ended",
+                )
                 assert line.log(request.request_id) == expected[request.request_id]
             assert line.pending() == 0
 
@@ -59,5 +64,8 @@ def test_a_log_that_is_cut_again_and_again_ends_whole(redis_url: str) -> None:
                 time.sleep(0.05)
                 for request in REQUESTS:
                     cut(line, request, line.client.xlen(log_key(request.request_id)) // 2)
-            wait_until(lambda: all(line.has_ended(each.request_id) for each in REQUESTS) and line.is_at_rest(), description="all have ended")
+            wait_until(
+                lambda: all(line.has_ended(each.request_id) for each in REQUESTS) and line.is_at_rest(),
+                description="all have ended",
+            )
             assert {each.request_id: line.log(each.request_id) for each in REQUESTS} == expected

@@ -1,4 +1,6 @@
-"""Prompts that are offered to the replica that has their prefix: whatever comes between, each is with one replica, and none is lost."""
+"""Prompts that are offered to the replica that has their prefix: whatever comes between, each is
+with one replica, and none is lost.
+"""
 
 import random
 import time
@@ -33,7 +35,9 @@ NAMES = ("compute-1", "compute-2", "compute-3")
 
 def prompt(name: str, token_ids: list[int] = [5, 6], salt: str = "") -> TokenizedRequest:  # noqa: B006
     params = SamplingParams(max_tokens=4)
-    return TokenizedRequest(name, None, MODEL, params, np.array(token_ids, np.int32), (), scheduling=SchedulingParams(cache_salt=salt))
+    return TokenizedRequest(
+        name, None, MODEL, params, np.array(token_ids, np.int32), (), scheduling=SchedulingParams(cache_salt=salt)
+    )
 
 
 class Place:
@@ -68,7 +72,11 @@ class Place:
 
     def entry_of(self, request_id: str) -> bytes:
         entries: Any = self.client.xrange(STREAM.key)
-        return next(bytes(entry_id) for entry_id, values in entries if decode(TokenizedRequest, values[MESSAGE]).request_id == request_id)
+        return next(
+            bytes(entry_id)
+            for entry_id, values in entries
+            if decode(TokenizedRequest, values[MESSAGE]).request_id == request_id
+        )
 
     def close(self) -> None:
         for stage in self.stages.values():
@@ -98,7 +106,11 @@ def test_a_prompt_that_waits_too_long_is_stolen_once(place: Place) -> None:
     for number in range(3):
         place.offer(f"{number}.0", "compute-1", wait_ms=0)
     loot = steal(place.readers["compute-2"], MODEL, 2)
-    assert [each.message.request_id for each in loot.deliveries] == ["0.0", "1.0"] and not loot.dead and loot.num_stolen == 2
+    assert (
+        [each.message.request_id for each in loot.deliveries] == ["0.0", "1.0"]
+        and not loot.dead
+        and loot.num_stolen == 2
+    )
     assert not any(each.was_claimed or each.was_released for each in loot.deliveries), "nobody has begun it"
     assert place.steal("compute-3") == ["2.0"] and place.steal("compute-2") == []
     assert place.take_up("compute-1") == []
@@ -222,7 +234,10 @@ def test_in_any_order_each_prompt_is_with_one_replica_and_none_is_lost(place: Pl
                 assert not seen & set(found), "it was taken before"
                 seen |= set(found)
                 running |= dict.fromkeys(found, name)
-        pending = {each["message_id"]: each["consumer"].decode() for each in place.client.xpending_range(STREAM.key, STREAM.group, "-", "+", 999)}
+        pending = {
+            each["message_id"]: each["consumer"].decode()
+            for each in place.client.xpending_range(STREAM.key, STREAM.group, "-", "+", 999)
+        }
         assert all(pending[place.entry_of(each)] == who for each, who in running.items())
     for name in NAMES:
         seen |= set(place.take_up(name) + place.steal(name, 999) + place.read(name, 999))
@@ -231,11 +246,18 @@ def test_in_any_order_each_prompt_is_with_one_replica_and_none_is_lost(place: Pl
 
 
 def compute(name: str) -> Replica:
-    return replace(replica("compute", name), load=Load(max_num_seqs=16, step_cost_per_token_s=0.001), kv_fingerprint="kv", block_size=4)
+    return replace(
+        replica("compute", name),
+        load=Load(max_num_seqs=16, step_cost_per_token_s=0.001),
+        kv_fingerprint="kv",
+        block_size=4,
+    )
 
 
 def tell(place: Place, compute_id: str, token_ids: list[int], salt: str = "") -> None:
-    place.client.sadd(prefixes_key(compute_id), *(each[:8] for each in prefix_hashes(prefix_root("kv", salt=salt), token_ids, 4)))
+    place.client.sadd(
+        prefixes_key(compute_id), *(each[:8] for each in prefix_hashes(prefix_root("kv", salt=salt), token_ids, 4))
+    )
 
 
 def choose(place: Place, *asked: TokenizedRequest, replicas: list[Replica]) -> list[tuple[str, float] | None]:
@@ -250,24 +272,43 @@ def test_a_prompt_goes_where_most_of_it_is(place: Place) -> None:
     tell(place, "compute-2", tokens[:24])
     both = [compute("compute-1"), compute("compute-2")]
     assert choose(place, prompt("a.0", tokens), replicas=both) == [("compute-2", 0.024)]
-    assert choose(place, prompt("a.0", tokens[:24]), replicas=both) == [("compute-2", 0.020)], "its last token is computed in any case"
+    assert choose(place, prompt("a.0", tokens[:24]), replicas=both) == [("compute-2", 0.020)], (
+        "its last token is computed in any case"
+    )
     assert choose(place, prompt("a.0", tokens, salt="mine"), prompt("b.0", [1, *tokens]), replicas=both) == [None, None]
     tell(place, "compute-1", tokens, "mine")
-    assert choose(place, prompt("a.0", tokens, salt="mine"), prompt("b.0", [1, 2]), replicas=both) == [("compute-1", 0.036), None]
+    assert choose(place, prompt("a.0", tokens, salt="mine"), prompt("b.0", [1, 2]), replicas=both) == [
+        ("compute-1", 0.036),
+        None,
+    ]
     assert choose(place, prompt("a.0", tokens), replicas=both[:1]) == [None], "there is nothing to choose"
     scored = replace(prompt("a.0", tokens), params=SamplingParams(max_tokens=4, prompt_logprobs=1))
     pooled = replace(prompt("a.0", tokens), embedding=EmbeddingParams("mean"))
     assert choose(place, scored, pooled, replicas=both) == [None, None], "all of them is computed"
-    assert choose(place, prompt("a.0", tokens), replicas=[both[0], replace(both[1], kv_fingerprint="other")]) == [("compute-1", 0.008)]
-    assert choose(place, prompt("a.0", tokens), replicas=[both[0], replace(both[1], block_size=0), compute("compute-3")]) == [("compute-1", 0.008)]
+    assert choose(place, prompt("a.0", tokens), replicas=[both[0], replace(both[1], kv_fingerprint="other")]) == [
+        ("compute-1", 0.008)
+    ]
+    assert choose(
+        place, prompt("a.0", tokens), replicas=[both[0], replace(both[1], block_size=0), compute("compute-3")]
+    ) == [("compute-1", 0.008)]
 
 
 def test_a_replica_with_much_more_to_do_gets_nothing(place: Place) -> None:
     tokens = list(range(100, 140))
     tell(place, "compute-1", tokens)
-    for running, others, is_chosen in ((3, 0, True), (4, 0, False), (9, 4, True), (10, 4, False), (15, 15, True), (16, 16, False)):
+    for running, others, is_chosen in (
+        (3, 0, True),
+        (4, 0, False),
+        (9, 4, True),
+        (10, 4, False),
+        (15, 15, True),
+        (16, 16, False),
+    ):
         for name, count in (("compute-1", running), ("compute-2", others)):
-            while len(held := place.client.xpending_range(STREAM.key, STREAM.group, "-", "+", 99, consumername=name)) < count:
+            while (
+                len(held := place.client.xpending_range(STREAM.key, STREAM.group, "-", "+", 99, consumername=name))
+                < count
+            ):
                 append_to_group(place.client, STREAM, prompt("other.0"))
                 place.read(name, 1)
             place.readers[name].finish(place.client, [each["message_id"] for each in held[count:]])
@@ -283,7 +324,9 @@ def test_a_replica_with_much_more_to_do_gets_nothing(place: Place) -> None:
 def test_a_long_prompt_is_asked_for_at_some_places_and_its_end(place: Place) -> None:
     tokens = list(range(1, 2002))
     tell(place, "compute-2", tokens)
-    assert choose(place, prompt("a.0", tokens), replicas=[compute("compute-1"), compute("compute-2")]) == [("compute-2", 2.0)]
+    assert choose(place, prompt("a.0", tokens), replicas=[compute("compute-1"), compute("compute-2")]) == [
+        ("compute-2", 2.0)
+    ]
     place.client.delete(prefixes_key("compute-2"))
     tell(place, "compute-2", tokens[:1000])
     [found] = choose(place, prompt("a.0", tokens), replicas=[compute("compute-1"), compute("compute-2")])

@@ -1,4 +1,6 @@
-"""Whom a death is blamed on: who makes progress or only waited goes free, and suspects are tried beside everybody else."""
+"""Whom a death is blamed on: who makes progress or only waited goes free, and suspects are tried
+beside everybody else.
+"""
 
 import itertools
 import threading
@@ -44,7 +46,10 @@ def quarantine(url: str) -> Iterator[Quarantine]:
 
 def sequence(handle: int, *, num_prompt: int = 4, num_output: int = 0, max_tokens: int = 40) -> Sequence:
     tokens = [handle] * (num_prompt + num_output)
-    return Sequence(Request(handle, f"r{handle}.0", SamplingParams(max_tokens=max_tokens), arrived_at=float(handle)), Tokens(tokens, num_prompt))
+    return Sequence(
+        Request(handle, f"r{handle}.0", SamplingParams(max_tokens=max_tokens), arrived_at=float(handle)),
+        Tokens(tokens, num_prompt),
+    )
 
 
 def active_request(each: Sequence) -> ActiveRequest:
@@ -52,14 +57,20 @@ def active_request(each: Sequence) -> ActiveRequest:
     return ActiveRequest(each, TokenizedRequest(name, "g", "m", params, np.array([3], np.int32), ()), b"0-1", "g")
 
 
-def make_scheduler(strategy: str, *, num_blocks: int = 400, max_num_seqs: int = 4, max_batched_tokens: int = 64) -> Scheduler:
+def make_scheduler(
+    strategy: str, *, num_blocks: int = 400, max_num_seqs: int = 4, max_batched_tokens: int = 64
+) -> Scheduler:
     blocks = BlockManager(num_blocks, 4, prefix_caching=False)
-    return Scheduler(blocks, make_admission(strategy, blocks), max_num_seqs=max_num_seqs, max_batched_tokens=max_batched_tokens)
+    return Scheduler(
+        blocks, make_admission(strategy, blocks), max_num_seqs=max_num_seqs, max_batched_tokens=max_batched_tokens
+    )
 
 
 @dataclass
 class Life:
-    """A compute process with its scheduler. As ComputeService does it, with every decision at once. It dies of a step with a poison."""
+    """A compute process with its scheduler. As ComputeService does it, with every decision at once.
+    It dies of a step with a poison.
+    """
 
     scheduler: Scheduler
     quarantine: Quarantine
@@ -102,7 +113,9 @@ class Life:
 
     def claim(self, sequences: list[Sequence]) -> list[int]:
         """Take over what another life left. Returns the poisons that were found."""
-        verdicts = self.quarantine.judge([each.request.request_id for each in sequences], [each.tokens.num_output for each in sequences])
+        verdicts = self.quarantine.judge(
+            [each.request.request_id for each in sequences], [each.tokens.num_output for each in sequences]
+        )
         found = []
         for sequence, verdict in zip(sequences, verdicts, strict=True):
             if verdict is not None and is_poison(verdict):
@@ -132,7 +145,9 @@ def again(each: Sequence) -> Sequence:
     return Sequence(each.request, Tokens(list(each.tokens.ids), each.tokens.num_prompt))
 
 
-def live_until_dead(quarantine: Quarantine, asked: list[Sequence], poisons: set[int], **limits: Any) -> tuple[list[list[int]], int]:
+def live_until_dead(
+    quarantine: Quarantine, asked: list[Sequence], poisons: set[int], **limits: Any
+) -> tuple[list[list[int]], int]:
     """Lives one after the other. Returns the poisons that each found when it began, and how many died."""
     found, num_died, left = [], 0, asked
     while left:
@@ -156,7 +171,9 @@ def test_who_made_progress_or_only_waited_is_above_suspicion(quarantine: Quarant
 
 
 @pytest.mark.parametrize("poisons", [{3}, {1, 2}, {2, 5, 9}])
-def test_suspects_run_in_groups_once_and_then_alone_until_they_are_the_poison(poisons: set[int], quarantine: Quarantine) -> None:
+def test_suspects_run_in_groups_once_and_then_alone_until_they_are_the_poison(
+    poisons: set[int], quarantine: Quarantine
+) -> None:
     asked = [sequence(handle, max_tokens=3) for handle in range(1, 11)]
     found, num_died = live_until_dead(quarantine, asked, poisons, max_num_seqs=16)
     assert sorted(handle for each in found for handle in each) == sorted(poisons), "and everybody else has ended"
@@ -165,8 +182,13 @@ def test_suspects_run_in_groups_once_and_then_alone_until_they_are_the_poison(po
 
 def test_the_choices_of_a_poisonous_prompt_end_together(quarantine: Quarantine) -> None:
     """One response, one error: they are tried as one."""
-    choices = [Sequence(replace(sequence(handle, max_tokens=3).request, group_id="g"), Tokens([5] * 4)) for handle in range(1, 9)]
-    found, num_died = live_until_dead(quarantine, [*choices, sequence(20, max_tokens=3)], {*range(1, 9)}, max_num_seqs=16)
+    choices = [
+        Sequence(replace(sequence(handle, max_tokens=3).request, group_id="g"), Tokens([5] * 4))
+        for handle in range(1, 9)
+    ]
+    found, num_died = live_until_dead(
+        quarantine, [*choices, sequence(20, max_tokens=3)], {*range(1, 9)}, max_num_seqs=16
+    )
     assert found == [[*range(1, 9)]]
     assert num_died == 2 + MAX_ALONE
 
@@ -184,9 +206,14 @@ def test_a_death_in_everybody_elses_step_is_not_blamed_on_a_trial(quarantine: Qu
 
 
 def test_while_suspects_are_tried_everybody_else_has_every_other_step(quarantine: Quarantine) -> None:
-    """64 streams, and 64 prompts of 4,000 tokens that were in the step that died: no stream is preempted, and none waits for more than a step."""
+    """64 streams, and 64 prompts of 4,000 tokens that were in the step that died: no stream is
+    preempted, and none waits for more than a step.
+    """
     life = Life(make_scheduler("predicted", num_blocks=100_000, max_num_seqs=128, max_batched_tokens=512), quarantine)
-    streams, prompts = [sequence(handle, max_tokens=2000) for handle in range(1, 65)], [sequence(handle, num_prompt=4000) for handle in range(101, 165)]
+    streams, prompts = (
+        [sequence(handle, max_tokens=2000) for handle in range(1, 65)],
+        [sequence(handle, num_prompt=4000) for handle in range(101, 165)],
+    )
     write(quarantine, prompts)
     assert life.claim(streams) == []
     life.step()
@@ -204,11 +231,16 @@ def test_while_suspects_are_tried_everybody_else_has_every_other_step(quarantine
 def test_prompts_that_only_waited_cost_no_stream_a_step(quarantine: Quarantine) -> None:
     """As above, but every place was taken by a stream: the prompts were in no step."""
     first = Life(make_scheduler("predicted", num_blocks=100_000, max_num_seqs=64, max_batched_tokens=512), quarantine)
-    asked = [sequence(handle, max_tokens=400) for handle in range(1, 65)] + [sequence(handle, num_prompt=4000) for handle in range(101, 165)]
+    asked = [sequence(handle, max_tokens=400) for handle in range(1, 65)] + [
+        sequence(handle, num_prompt=4000) for handle in range(101, 165)
+    ]
     assert first.claim(asked) == []
     for _ in range(20):
         first.step()
-    second = Life(make_scheduler("predicted", num_blocks=100_000, max_num_seqs=64, max_batched_tokens=512), Quarantine(quarantine.transport, {}))
+    second = Life(
+        make_scheduler("predicted", num_blocks=100_000, max_num_seqs=64, max_batched_tokens=512),
+        Quarantine(quarantine.transport, {}),
+    )
     assert second.claim(first.left()) == []
     assert not second.quarantine.suspects
     while (ran := second.step()) and not {*range(101, 165)} & {*ran}:
@@ -261,7 +293,15 @@ def test_suspects_get_their_places_in_turn_however_full_it_is(strategy: str, qua
 def test_a_request_that_kills_while_it_is_prepared_is_a_poison_too(quarantine: Quarantine) -> None:
     """Compute dies before any step, as of an image that the encoder can't hold."""
     prompt = PromptImage(Image("ab", 9, 9, 9), 4, 2, 2)
-    request = TokenizedRequest("r1.0", "g", "m", SamplingParams(max_tokens=4), prompt_token_ids=np.array([3], np.int32), eos_token_ids=(1,), images=(prompt,))
+    request = TokenizedRequest(
+        "r1.0",
+        "g",
+        "m",
+        SamplingParams(max_tokens=4),
+        prompt_token_ids=np.array([3], np.int32),
+        eos_token_ids=(1,),
+        images=(prompt,),
+    )
     assert is_prepared(request) and not is_prepared(structs.replace(request, images=()))
     write(quarantine, [sequence(1)])
     num_died = 0

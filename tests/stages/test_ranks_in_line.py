@@ -1,4 +1,5 @@
-"""Ranks in the pipeline: the logs are byte for byte those of one process, with grammars, stop strings, penalties, several choices, drafts, preemption, and
+"""Ranks in the pipeline: the logs are byte for byte those of one process, with grammars, stop
+strings, penalties, several choices, drafts, preemption, and
 several steps in the stages of a model at once."""
 
 import os
@@ -23,7 +24,8 @@ from services.compute.ranks.group.ends import open_group
 from services.compute.sequence.batch import ScheduledBatch
 from services.operator.model_store import DEFAULT_MODEL
 from shared.model.files import PULLED_MODELS, ModelFiles, open_model
-from shared.process.settings import ComputeSettings, environment_of
+from shared.process.settings import ComputeSettings
+from shared.process.stage_settings import environment_of
 from shared.wire.messages import encode
 from shared.wire.token_log import parse_log
 from tests.conftest import running_redis
@@ -56,7 +58,9 @@ def expected(redis_url: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.more), 3])
-def test_ranks_that_divide_every_layer(redis_url: str, expected: dict[str, Any], size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_that_divide_every_layer(
+    redis_url: str, expected: dict[str, Any], size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     line = LineOfStages(redis_url)
     with Team(FILES, size, num_blocks=line.compute.scheduler.block_manager.num_blocks) as team:
         line.compute.executor = team.runner
@@ -76,7 +80,9 @@ def start(settings: ComputeSettings, rank: int) -> "subprocess.Popen[bytes]":
 def grouped_engine(files: ModelFiles, **options: Any) -> Iterator[Engine]:
     """The engine of a group's head."""
     cores = os.sched_getaffinity(0)
-    settings = ComputeSettings(replica_id="compute-1", dtype="bfloat16", num_threads=1, prefix_caching=False, publish_interval_ms=10, **options)
+    settings = ComputeSettings(
+        replica_id="compute-1", dtype="bfloat16", num_threads=1, prefix_caching=False, publish_interval_ms=10, **options
+    )
     others = [start(settings, rank) for rank in range(1, settings.num_ranks)] if settings.master else []
     group = open_group(settings)
     assert group is not None
@@ -96,13 +102,17 @@ def grouped_engine(files: ModelFiles, **options: Any) -> Iterator[Engine]:
 def grouped_line(redis_url: str, **sizes: Any) -> Iterator[LineOfStages]:
     """A line whose compute leads a group."""
     with (
-        grouped_engine(FILES, redis_url=redis_url, model="demo", kv_cache_memory="64MiB", max_num_seqs=8, **sizes) as engine,
+        grouped_engine(
+            FILES, redis_url=redis_url, model="demo", kv_cache_memory="64MiB", max_num_seqs=8, **sizes
+        ) as engine,
         LineOfStages(redis_url, engine=engine).running() as line,
     ):
         yield line
 
 
-@pytest.mark.parametrize("speculate", ["lookup", pytest.param("off", marks=pytest.mark.more), pytest.param("self", marks=pytest.mark.more)])
+@pytest.mark.parametrize(
+    "speculate", ["lookup", pytest.param("off", marks=pytest.mark.more), pytest.param("self", marks=pytest.mark.more)]
+)
 def test_stages(redis_url: str, expected: dict[str, Any], speculate: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with grouped_line(redis_url, pipeline_parallel_size=2, speculate=speculate) as line:
         assert answers(line) == expected
@@ -119,11 +129,13 @@ def test_stages(redis_url: str, expected: dict[str, Any], speculate: str, monkey
 
 
 @pytest.mark.more
-@pytest.mark.parametrize("sizes", [(2, 1), (1, 2), (1, 3), (2, 2)], ids=lambda sizes: f"{sizes[0]} ranks, {sizes[1]} stages")
+@pytest.mark.parametrize(
+    "sizes", [(2, 1), (1, 2), (1, 3), (2, 2)], ids=lambda sizes: f"{sizes[0]} ranks, {sizes[1]} stages"
+)
 @pytest.mark.parametrize("kind", ["medusa", "eagle"])
 def test_ranks_whose_head_is_shared_with_heads_that_draft(
     redis_url: str, expected: dict[str, Any], kind: str, sizes: tuple[int, int], tmp_path: Path
-) -> None:  # fmt: skip
+) -> None:
     """Heads without an LM head use the model's, of which each rank has a part; and an EAGLE head reads
     the states of all stages."""
     folder = tmp_path / "heads"
@@ -132,9 +144,14 @@ def test_ranks_whose_head_is_shared_with_heads_that_draft(
     else:
         folder.mkdir()
         shapes = {"weight": (HIDDEN, HIDDEN), "bias": (HIDDEN,)}
-        save_file({f"blocks.0.layers.0.{part}": torch.randn(shape) for part, shape in shapes.items()}, folder / "model.safetensors")
+        save_file(
+            {f"blocks.0.layers.0.{part}": torch.randn(shape) for part, shape in shapes.items()},
+            folder / "model.safetensors",
+        )
     ranks, stages = sizes
-    with grouped_line(redis_url, tensor_parallel_size=ranks, pipeline_parallel_size=stages, heads=str(folder), speculate=kind) as line:
+    with grouped_line(
+        redis_url, tensor_parallel_size=ranks, pipeline_parallel_size=stages, heads=str(folder), speculate=kind
+    ) as line:
         assert answers(line) == expected
         assert line.compute.speculation.total.num_draft_tokens > 0
 
@@ -143,7 +160,10 @@ def test_ranks_whose_head_is_shared_with_heads_that_draft(
 @pytest.mark.parametrize(("sizes", "taps"), [((1, 2), (3, 0, 2)), ((1, 3), (4, 1, 2)), ((2, 2), (0, 1, 4))], ids=str)
 def test_what_an_eagle_head_reads_in_stages(sizes: tuple[int, int], taps: tuple[int, ...], tmp_path: Path) -> None:
     """Bit by bit what it reads of one process, in the order of its taps, each step's when it is asked for."""
-    folder, (ranks, stages) = write_linear_head(tmp_path / "head", torch.zeros(HIDDEN, 2 * HIDDEN), torch.ones(HIDDEN), taps), sizes
+    folder, (ranks, stages) = (
+        write_linear_head(tmp_path / "head", torch.zeros(HIDDEN, 2 * HIDDEN), torch.ones(HIDDEN), taps),
+        sizes,
+    )
     alone = OfflineEngine(FILES, dtype=torch.bfloat16, max_batched_tokens=16)
     alone.runner.model.tap(taps)
     noted: dict[str, list[torch.Tensor]] = {}
@@ -162,13 +182,21 @@ def test_what_an_eagle_head_reads_in_stages(sizes: tuple[int, int], taps: tuple[
     prompts = [list(range(5, 45)), [7, 8, 9], [300]]
     tokens = alone.generate(prompts, 8)
     with grouped_engine(
-        FILES, model="demo", tensor_parallel_size=ranks, pipeline_parallel_size=stages, kv_cache_memory="16MiB", heads=str(folder), speculate="eagle"
-    ) as engine:  # fmt: skip
+        FILES,
+        model="demo",
+        tensor_parallel_size=ranks,
+        pipeline_parallel_size=stages,
+        kv_cache_memory="16MiB",
+        heads=str(folder),
+        speculate="eagle",
+    ) as engine:
         together = OfflineEngine(alone, dtype=torch.bfloat16, max_batched_tokens=16)
         together.runner = engine.runner
         note("together", together.runner)
         assert together.generate(prompts, 8) == tokens
-    assert len(noted["alone"]) > 7 and all(torch.equal(*each) for each in zip(noted["alone"], noted["together"], strict=True))
+    assert len(noted["alone"]) > 7 and all(
+        torch.equal(*each) for each in zip(noted["alone"], noted["together"], strict=True)
+    )
 
 
 @pytest.mark.more
@@ -190,8 +218,13 @@ def test_ranks_of_hosts(redis_url: str, expected: dict[str, Any], options: dict[
         assert answers(line) == expected
 
 
-@pytest.mark.parametrize(("size", "options"), [(2, {}), *(pytest.param(*case, marks=pytest.mark.more) for case in [(3, {}), (2, {"speculate": "self"})])])
-def test_ranks_that_keep_the_weights(redis_url: str, expected: dict[str, Any], size: int, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("size", "options"),
+    [(2, {}), *(pytest.param(*case, marks=pytest.mark.more) for case in [(3, {}), (2, {"speculate": "self"})])],
+)
+def test_ranks_that_keep_the_weights(
+    redis_url: str, expected: dict[str, Any], size: int, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     with grouped_line(redis_url, tensor_parallel_size=size, shard_weights=True, **options) as line:
         assert answers(line) == expected
         crowd(line, monkeypatch)
@@ -206,8 +239,12 @@ def test_stages_of_ranks(redis_url: str, expected: dict[str, Any], speculate: st
 
 
 @pytest.mark.more
-@pytest.mark.skipif(not (PULLED_MODELS / DEFAULT_MODEL).is_dir(), reason=f"penstock pull {DEFAULT_MODEL} brings the model")
-@pytest.mark.parametrize("sizes", [(2, 1), (4, 1), (1, 2), (2, 2)], ids=lambda sizes: f"{sizes[0]} ranks, {sizes[1]} stages")
+@pytest.mark.skipif(
+    not (PULLED_MODELS / DEFAULT_MODEL).is_dir(), reason=f"penstock pull {DEFAULT_MODEL} brings the model"
+)
+@pytest.mark.parametrize(
+    "sizes", [(2, 1), (4, 1), (1, 2), (2, 2)], ids=lambda sizes: f"{sizes[0]} ranks, {sizes[1]} stages"
+)
 def test_smollm2(sizes: tuple[int, int]) -> None:
     files = open_model(DEFAULT_MODEL)
     text = "The pipeline is durable: what one process has begun, another goes on with. " * 12
@@ -216,7 +253,9 @@ def test_smollm2(sizes: tuple[int, int]) -> None:
     alone = OfflineEngine(files, dtype=torch.bfloat16, max_batched_tokens=64)
     tokens = alone.generate(prompts, 24)
     ranks, stages = sizes
-    with grouped_engine(files, model=DEFAULT_MODEL, tensor_parallel_size=ranks, pipeline_parallel_size=stages, kv_cache_memory="256MiB") as engine:
+    with grouped_engine(
+        files, model=DEFAULT_MODEL, tensor_parallel_size=ranks, pipeline_parallel_size=stages, kv_cache_memory="256MiB"
+    ) as engine:
         together = OfflineEngine(alone, dtype=torch.bfloat16, max_batched_tokens=64)
         together.runner = engine.runner
         assert together.generate(prompts, 24) == tokens

@@ -1,4 +1,6 @@
-"""The sampler: taking sequences over costs what their logs cost and no more, and whatever is wrong with one of them is that one's error."""
+"""The sampler: taking sequences over costs what their logs cost and no more, and whatever is wrong
+with one of them is that one's error.
+"""
 
 import time
 from collections.abc import Iterator
@@ -45,7 +47,9 @@ class Bench:
         self.ahead_s = 0.0  # of the real time
         clock = Clock(monotonic=lambda: time.monotonic() + self.ahead_s)
         self.service = SamplerService(LocalStage("sampler", settings), settings, sampler_tokenizer(), clock)
-        self.service.stage.transport.run(lambda pipe: pipe.ping())  # connected: what is counted from here on is the sampler's own
+        self.service.stage.transport.run(
+            lambda pipe: pipe.ping()
+        )  # connected: what is counted from here on is the sampler's own
         self.service.news.send(lambda pipe: pipe.ping())
         self.service.news.receive()
         self.step = 0
@@ -55,16 +59,33 @@ class Bench:
         self.service.stage.transport.close()
         self.client.close()
 
-    def answer(self, *rows: tuple[int, int, int, int], intros: tuple[SequenceIntro, ...] = ()) -> dict[tuple[int, int], tuple[int, int]]:
-        """Rows are (handle, position, likeliest token, token before). Returns (token, is finished) by handle and position."""
+    def answer(
+        self, *rows: tuple[int, int, int, int], intros: tuple[SequenceIntro, ...] = ()
+    ) -> dict[tuple[int, int], tuple[int, int]]:
+        """Rows are (handle, position, likeliest token, token before). Returns (token, is finished)
+        by handle and position.
+        """
         self.step += 1
         handles, positions, tokens, before = (ids(*column) for column in zip(*rows, strict=True))
         count = len(rows)
         zeros = np.zeros(count, np.float32)
         step = StepCandidates(
-            "compute-1", self.step, intros, ids(), handles, positions, np.ones(count, np.int32), tokens, zeros, zeros,
-            np.ones(count, np.int32), zeros.astype("f8"), np.full(count, -1, np.int32), zeros, before,
-        )  # fmt: skip
+            "compute-1",
+            self.step,
+            intros,
+            ids(),
+            handles,
+            positions,
+            np.ones(count, np.int32),
+            tokens,
+            zeros,
+            zeros,
+            np.ones(count, np.int32),
+            zeros.astype("f8"),
+            np.full(count, -1, np.int32),
+            zeros,
+            before,
+        )
         self.proxy.arm()
         self.service.answer(step)
         told: dict[tuple[int, int], tuple[int, int]] = {}
@@ -72,23 +93,36 @@ class Bench:
             message = decode(StepDecisions, values[MESSAGE])
             if message.step == self.step:
                 columns = (message.handles, message.positions, message.token_ids, message.is_finished)
-                told |= {(handle, position): (token, end) for handle, position, token, end in zip(*(each.tolist() for each in columns), strict=True)}
+                told |= {
+                    (handle, position): (token, end)
+                    for handle, position, token, end in zip(*(each.tolist() for each in columns), strict=True)
+                }
         return told
 
     def fill(self, handle: int, *tokens: int) -> None:
         for position, token in enumerate(tokens, 1):
-            self.client.xadd(log_key(f"r{handle}.0"), {MESSAGE: encode(TokenEvent(f"r{handle}.0", position, token, "x"))}, id=f"{position}-0")
+            self.client.xadd(
+                log_key(f"r{handle}.0"),
+                {MESSAGE: encode(TokenEvent(f"r{handle}.0", position, token, "x"))},
+                id=f"{position}-0",
+            )
 
     def log(self, handle: int) -> list[TokenEvent]:
         return parse_log(self.client.xrange(log_key(f"r{handle}.0")))
 
     def errors(self) -> list[str]:
         sent: Any = self.client.xrange(events("gateway-1").key)
-        return [end.error.message for _, values in sent if (end := end_of(values)) is not None and end.error is not None]
+        return [
+            end.error.message for _, values in sent if (end := end_of(values)) is not None and end.error is not None
+        ]
 
 
-def intro(handle: int, params: SamplingParams = PARAMS, eos: tuple[int, ...] = (), num_decided: int = 0) -> SequenceIntro:
-    return SequenceIntro(handle, f"r{handle}.0", "gateway-1", params, eos, 2, ids(40, 41), num_decided_tokens=num_decided)
+def intro(
+    handle: int, params: SamplingParams = PARAMS, eos: tuple[int, ...] = (), num_decided: int = 0
+) -> SequenceIntro:
+    return SequenceIntro(
+        handle, f"r{handle}.0", "gateway-1", params, eos, 2, ids(40, 41), num_decided_tokens=num_decided
+    )
 
 
 def break_text(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -123,7 +157,9 @@ def test_a_takeover_is_one_read_for_all_and_one_write(bench: Bench) -> None:
         bench.fill(handle, *range(300, 320))
     told = bench.answer(*((handle, 21, 500, 319) for handle in handles), intros=tuple(map(intro, handles)))
     assert told == {(handle, 21): (500, 0) for handle in handles}
-    assert bench.proxy.names.count(b"XRANGE") == len(handles) and bench.proxy.names.count(b"EVAL") == 1, bench.proxy.names
+    assert bench.proxy.names.count(b"XRANGE") == len(handles) and bench.proxy.names.count(b"EVAL") == 1, (
+        bench.proxy.names
+    )
     assert bench.proxy.num_writes == 2, "a read of the logs; the step, with the next read"
     assert all(len(bench.log(handle)) == 21 for handle in handles)
 
@@ -145,7 +181,10 @@ def test_a_handle_that_names_another_request_now_is_rebuilt(bench: Bench) -> Non
 
 
 def test_a_sequence_that_is_not_known_is_asked_for(bench: Bench) -> None:
-    assert bench.answer((1, 1, 300, -1), (2, 1, 301, -1), intros=(intro(2),)) == {(1, 1): (UNKNOWN, 0), (2, 1): (301, 0)}
+    assert bench.answer((1, 1, 300, -1), (2, 1, 301, -1), intros=(intro(2),)) == {
+        (1, 1): (UNKNOWN, 0),
+        (2, 1): (301, 0),
+    }
 
 
 def test_candidates_that_were_computed_upon_another_token_than_the_logs_are_passed_over(bench: Bench) -> None:
@@ -165,22 +204,45 @@ def test_what_another_sampler_decided_meanwhile_is_taken_over(bench: Bench) -> N
 
 
 def test_rows_of_several_steps_are_decided_in_order_with_one_write(bench: Bench) -> None:
-    told = bench.answer((1, 1, 300, -1), (2, 1, 400, -1), (1, 2, 301, 300), (2, 2, 401, 400), (1, 3, 302, 301), intros=(intro(1), intro(2)))
+    told = bench.answer(
+        (1, 1, 300, -1),
+        (2, 1, 400, -1),
+        (1, 2, 301, 300),
+        (2, 2, 401, 400),
+        (1, 3, 302, 301),
+        intros=(intro(1), intro(2)),
+    )
     assert told == {(1, 1): (300, 0), (2, 1): (400, 0), (1, 2): (301, 0), (2, 2): (401, 0), (1, 3): (302, 0)}
-    assert [event.token_id for event in bench.log(1)] == [300, 301, 302] and bench.proxy.num_writes == 2, "a read of the logs, and one write"
-    (packed,) = (decode(StepEvents, values[MESSAGE]).events for _, values in bench.client.xrange(events("gateway-1").key))
+    assert [event.token_id for event in bench.log(1)] == [300, 301, 302] and bench.proxy.num_writes == 2, (
+        "a read of the logs, and one write"
+    )
+    (packed,) = (
+        decode(StepEvents, values[MESSAGE]).events for _, values in bench.client.xrange(events("gateway-1").key)
+    )
     assert [(event.request_id, event.position) for event in (decode(TokenEvent, each) for each in packed)] == [
-        ("r1.0", 1), ("r2.0", 1), ("r1.0", 2), ("r2.0", 2), ("r1.0", 3),
-    ]  # fmt: skip
+        ("r1.0", 1),
+        ("r2.0", 1),
+        ("r1.0", 2),
+        ("r2.0", 2),
+        ("r1.0", 3),
+    ]
 
 
 @pytest.mark.parametrize("ender", ["eos", "error", "length"])
-def test_nothing_is_decided_beyond_what_ends_a_sequence_in_the_same_message(ender: str, bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_decided_beyond_what_ends_a_sequence_in_the_same_message(
+    ender: str, bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if ender == "error":
         break_text(monkeypatch)
     params = SamplingParams(max_tokens=2, temperature=0.0) if ender == "length" else PARAMS
     token = {"eos": 7, "error": BREAKS, "length": 301}[ender]
-    told = bench.answer((1, 1, 300, -1), (1, 2, token, 300), (1, 3, 302, token), (2, 1, 400, -1), intros=(intro(1, params, eos=(7,)), intro(2)))
+    told = bench.answer(
+        (1, 1, 300, -1),
+        (1, 2, token, 300),
+        (1, 3, 302, token),
+        (2, 1, 400, -1),
+        intros=(intro(1, params, eos=(7,)), intro(2)),
+    )
     assert told == {(1, 1): (300, 0), (1, 2): (FAILED if ender == "error" else token, 1), (2, 1): (400, 0)}
     assert [event.token_id for event in bench.log(1)] == ([300, None] if ender == "error" else [300, token])
     assert [key for key in bench.service.states if key[1] == 1] == []
@@ -190,8 +252,14 @@ def test_all_rows_of_a_sequence_that_has_ended_are_answered_at_once(bench: Bench
     """Another replica has finished it; compute asks for what it holds back."""
     params = SamplingParams(max_tokens=4, temperature=0.0)
     for position, token in enumerate((300, 301, 302), 1):
-        bench.client.xadd(log_key("r1.0"), {MESSAGE: encode(TokenEvent("r1.0", position, token, "x"))}, id=f"{position}-0")
-    bench.client.xadd(log_key("r1.0"), {MESSAGE: encode(TokenEvent("r1.0", 4, 303, "x", finish_reason="length")), b"e": b"1"}, id="4-0")
+        bench.client.xadd(
+            log_key("r1.0"), {MESSAGE: encode(TokenEvent("r1.0", position, token, "x"))}, id=f"{position}-0"
+        )
+    bench.client.xadd(
+        log_key("r1.0"),
+        {MESSAGE: encode(TokenEvent("r1.0", 4, 303, "x", finish_reason="length")), b"e": b"1"},
+        id="4-0",
+    )
     told = bench.answer((1, 2, 301, 300), (1, 3, 302, 301), (1, 4, 303, 302), intros=(intro(1, params),))
     assert told == {(1, 2): (301, 0), (1, 3): (302, 0), (1, 4): (303, 1)}
     assert bench.service.states == {}
@@ -209,14 +277,21 @@ def test_rows_behind_those_that_the_log_holds_are_decided_in_the_same_message(nu
     """As compute asks a sampler that takes a sequence over: for all that it has not heard of, decided or not."""
     tokens = (300, 301, 302, 303, 304)
     bench.fill(1, *tokens[:num_logged])
-    rows = [(1, position, token, before) for position, (token, before) in enumerate(zip(tokens, (-1, *tokens), strict=False), 1)]
-    assert bench.answer(*rows, intros=(intro(1),)) == {(1, position): (token, 0) for position, token in enumerate(tokens, 1)}
+    rows = [
+        (1, position, token, before)
+        for position, (token, before) in enumerate(zip(tokens, (-1, *tokens), strict=False), 1)
+    ]
+    assert bench.answer(*rows, intros=(intro(1),)) == {
+        (1, position): (token, 0) for position, token in enumerate(tokens, 1)
+    }
     assert [event.token_id for event in bench.log(1)] == list(tokens)
 
 
 @pytest.mark.parametrize("theirs", [301, 555])
 def test_what_follows_a_row_that_was_decided_elsewhere_is_decided_anew(theirs: int, bench: Bench) -> None:
-    """Another sampler has written position 2 meanwhile, the same token or another. What was computed on the other is not to be."""
+    """Another sampler has written position 2 meanwhile, the same token or another. What was
+    computed on the other is not to be.
+    """
     bench.answer((1, 1, 300, -1), (2, 1, 400, -1), intros=(intro(1), intro(2)))
     bench.client.xadd(log_key("r1.0"), {MESSAGE: encode(TokenEvent("r1.0", 2, theirs, "x"))}, id="2-0")
     told = bench.answer((1, 2, 301, 300), (2, 2, 401, 400), (1, 3, 302, 301), (1, 4, 303, 302))
@@ -224,12 +299,16 @@ def test_what_follows_a_row_that_was_decided_elsewhere_is_decided_anew(theirs: i
     assert told == {(1, 2): (theirs, 0), (2, 2): (401, 0)} | follows
     assert [event.token_id for event in bench.log(1)] == [300, theirs] + ([302, 303] if theirs == 301 else [])
     position = len(bench.log(1)) + 1
-    assert bench.answer((1, position, 310, bench.log(1)[-1].token_id or 0)) == {(1, position): (310, 0)}, "and it goes on"
+    assert bench.answer((1, position, 310, bench.log(1)[-1].token_id or 0)) == {(1, position): (310, 0)}, (
+        "and it goes on"
+    )
 
 
 @pytest.mark.parametrize("is_introduced_again", [False, True])
 def test_the_surplus_rows_of_a_sequence_that_has_ended_change_nothing(is_introduced_again: bool, bench: Bench) -> None:
-    assert bench.answer((1, 1, 300, -1), intros=(intro(1, SamplingParams(max_tokens=9, temperature=0.0, stop_token_ids=(300,))),)) == {(1, 1): (300, 1)}
+    assert bench.answer(
+        (1, 1, 300, -1), intros=(intro(1, SamplingParams(max_tokens=9, temperature=0.0, stop_token_ids=(300,))),)
+    ) == {(1, 1): (300, 1)}
     whole = bench.client.xrange(log_key("r1.0"))
     surplus = bench.answer((1, 2, 301, 300), (1, 3, 302, 301), intros=(intro(1),) if is_introduced_again else ())
     assert all(end == is_introduced_again for _, end in surplus.values())
@@ -258,7 +337,9 @@ def test_a_log_that_has_lost_its_end_while_it_ran_is_to_be_computed_again(bench:
     assert bench.answer((1, 4, 304, 303), (1, 5, 305, 304)) == {(1, 4): (LOST, 0)}
     assert bench.answer((1, 4, 304, 303)) == {(1, 4): (UNKNOWN, 0)}
     assert bench.answer((1, 4, 304, 303), intros=(intro(1, num_decided=3),)) == {(1, 4): (LOST, 0)}
-    assert bench.answer((2, 2, 302, 301), intros=(replace(intro(2), request_id="r1.0"),)) == {(2, 2): (302, 0)}, "which begins as another sequence"
+    assert bench.answer((2, 2, 302, 301), intros=(replace(intro(2), request_id="r1.0"),)) == {(2, 2): (302, 0)}, (
+        "which begins as another sequence"
+    )
     assert bench.errors() == [] and [event.position for event in bench.log(1)] == [1, 2]
 
 
@@ -271,11 +352,17 @@ def test_a_log_with_fewer_tokens_than_compute_was_told_is_to_be_computed_again(b
 
 @pytest.mark.parametrize("draw", [None, "gumbel-0"])
 def test_a_log_that_another_rule_began_is_not_drawn_on_in_silence(draw: str | None, bench: Bench) -> None:
-    """Its request ends with one error that says so. A greedy one goes on: any rule takes the same tokens; and so does one that the present rule began."""
+    """Its request ends with one error that says so. A greedy one goes on: any rule takes the same
+    tokens; and so does one that the present rule began.
+    """
     first = TokenEvent("r1.0", 1, 300, "x", draw=draw)
     hot = SamplingParams(max_tokens=100, temperature=1.0)
     for handle, (params, begun_by) in enumerate([(hot, draw), (PARAMS, draw), (hot, DRAW)], 1):
-        bench.client.xadd(log_key(f"r{handle}.0"), {MESSAGE: encode(replace(first, request_id=f"r{handle}.0", draw=begun_by))}, id="1-0")
+        bench.client.xadd(
+            log_key(f"r{handle}.0"),
+            {MESSAGE: encode(replace(first, request_id=f"r{handle}.0", draw=begun_by))},
+            id="1-0",
+        )
         told = bench.answer((handle, 2, 301, 300), intros=(intro(handle, params),))
         assert told == {(handle, 2): (FAILED, 1) if params is hot and begun_by == draw else (301, 0)}
     assert bench.errors() == [OTHER_DRAW]
@@ -299,9 +386,13 @@ def test_the_logprobs_of_a_prompt_are_in_the_log_with_its_first_token_and_nowher
     asked = PromptLogprobs(ids(40, 41), np.array([-1.5], "f4"), ids(2), ids(42), np.array([-0.5], "f4"))
     bench.answer((1, 1, 300, -1), intros=(replace(intro(1), prompt_logprobs=asked),))
     [first] = bench.log(1)
-    assert first.prompt_logprobs is not None and first.prompt_logprobs.texts == tuple(sampler_tokenizer().decode([each]) for each in (40, 41, 42))
+    assert first.prompt_logprobs is not None and first.prompt_logprobs.texts == tuple(
+        sampler_tokenizer().decode([each]) for each in (40, 41, 42)
+    )
     assert first.prompt_logprobs.logprobs.tolist() == [-1.5] and first.prompt_logprobs.top_token_ids.tolist() == [42]
-    assert all(state.intro.prompt_logprobs is None for state in bench.service.states.values()), "they are in memory no longer than they must be"
+    assert all(state.intro.prompt_logprobs is None for state in bench.service.states.values()), (
+        "they are in memory no longer than they must be"
+    )
     again = replace(intro(1), handle=2, prompt_logprobs=asked)  # compute was killed before it heard of the token
     assert bench.answer((2, 1, 999, -1), (2, 2, 301, 300), intros=(again,)) == {(2, 1): (300, 0), (2, 2): (301, 0)}
     assert [event.prompt_logprobs is not None for event in bench.log(1)] == [True, False]
@@ -312,7 +403,13 @@ def test_a_request_for_no_token_ends_once_whoever_is_asked(bench: Bench) -> None
     asked = replace(intro(1, params), echo_text="the prompt")
     assert bench.answer((1, 1, 300, -1), intros=(asked,)) == {(1, 1): (FAILED, 1)}
     [end] = bench.log(1)
-    assert (end.position, end.token_id, end.text, end.finish_reason, end.error) == (0, None, "the prompt", "length", None)
+    assert (end.position, end.token_id, end.text, end.finish_reason, end.error) == (
+        0,
+        None,
+        "the prompt",
+        "length",
+        None,
+    )
     whole = bench.client.xrange(log_key("r1.0"))
     assert bench.answer((2, 1, 300, -1), intros=(replace(asked, handle=2),)) == {(2, 1): (FAILED, 1)}
     assert bench.client.xrange(log_key("r1.0")) == whole and bench.errors() == [] and bench.service.states == {}
@@ -321,7 +418,9 @@ def test_a_request_for_no_token_ends_once_whoever_is_asked(bench: Bench) -> None
     assert [event.finish_reason for event in bench.log(3)] == ["cancelled"], "a cancel that came first stays"
 
 
-def test_a_takeover_of_many_long_logs_keeps_computes_patience(server: tuple[str, FaultyRedis], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_takeover_of_many_long_logs_keeps_computes_patience(
+    server: tuple[str, FaultyRedis], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Ready requests are answered while the others are being read: python -m bench.takeover has the real sizes."""
     assert service_module.ANSWER_EVERY_S < FIRST_PATIENCE_S / 2
     monkeypatch.setattr(service_module, "ANSWER_EVERY_S", 0.0)

@@ -1,4 +1,6 @@
-"""Speculation in the pipeline: whatever is drafted, and however much of it is wrong, the logs are byte for byte those without drafts."""
+"""Speculation in the pipeline: whatever is drafted, and however much of it is wrong, the logs are
+byte for byte those without drafts.
+"""
 
 import random
 from collections.abc import Iterator, Mapping
@@ -27,15 +29,26 @@ from tests.stages.line_of_stages import LineOfStages, ask, delay_masks, hurried
 from tests.stages.test_flight import REQUESTS as OF_ALL_KINDS
 from tests.waiting import wait_until
 
-SCHEMA = '{"type":"object","properties":{"a_long_name":{"type":"boolean"},"another_name":{"enum":["red","green"]}},"required":["a_long_name","another_name"]}'
-PAIR = structs.replace(ask("pair.0", "A river and a mountain", max_tokens=16, seed=5), scheduling=SchedulingParams(group_id="pair"))
+SCHEMA = '{"type":"object","properties":{"a_long_name":{"type":"boolean"},"another_name":{"enum":["red","green"]}},"required":["a_long_name","another_name"]}'  # noqa: E501
+PAIR = structs.replace(
+    ask("pair.0", "A river and a mountain", max_tokens=16, seed=5), scheduling=SchedulingParams(group_id="pair")
+)
 REQUESTS = (
     *OF_ALL_KINDS,
-    PAIR, structs.replace(PAIR, request_id="pair.1", params=structs.replace(PAIR.params, seed=6)),
-    structs.replace(ask("predicted.0", "A river", max_tokens=24, seed=3), prediction=" and a mountain of trees, the end of it"),
+    PAIR,
+    structs.replace(PAIR, request_id="pair.1", params=structs.replace(PAIR.params, seed=6)),
+    structs.replace(
+        ask("predicted.0", "A river", max_tokens=24, seed=3), prediction=" and a mountain of trees, the end of it"
+    ),
     structs.replace(ask("schema.0", "Say it", max_tokens=80, seed=2), constraint=Constraint("json_schema", SCHEMA)),
-    ask("repeats.0", "one two three four one two three four one two three", max_tokens=40, temperature=0.0, ignore_eos=True),
-)  # fmt: skip
+    ask(
+        "repeats.0",
+        "one two three four one two three four one two three",
+        max_tokens=40,
+        temperature=0.0,
+        ignore_eos=True,
+    ),
+)
 
 
 @dataclass
@@ -57,7 +70,9 @@ class Liar:
     def guess(self, wanted: Wanted) -> list[int]:
         sequence = wanted.sequence
         assert wanted.max_drafts > 0 and not sequence.tokens.is_pending and sequence.num_uncomputed_tokens == 1
-        guess = self.answers[sequence.request.request_id][sequence.tokens.num_output :][: self.rng.randrange(wanted.max_drafts + 4)]
+        guess = self.answers[sequence.request.request_id][sequence.tokens.num_output :][
+            : self.rng.randrange(wanted.max_drafts + 4)
+        ]
         if self.rng.random() < self.share_wrong:
             wrong = (-3, 10**6, 7, *sequence.request.eos_token_ids, self.rng.randrange(1000))
             guess.insert(self.rng.randrange(len(guess) + 1), self.rng.choice(wrong))
@@ -110,7 +125,12 @@ def answers(expected: dict[str, Any]) -> dict[str, list[int]]:
 def answer(line: LineOfStages) -> dict[str, Any]:
     """The logs of all requests. How much of its prompt one of a pair finds computed is a matter of when it came."""
     found: dict[str, Any] = line.answer(*REQUESTS)
-    return {name: [structs.replace(event, num_cached_tokens=0) for event in parse_log(log)] if name.startswith("pair") else log for name, log in found.items()}
+    return {
+        name: [structs.replace(event, num_cached_tokens=0) for event in parse_log(log)]
+        if name.startswith("pair")
+        else log
+        for name, log in found.items()
+    }
 
 
 def speculate(line: LineOfStages, *proposers: Proposer) -> Speculation:
@@ -126,17 +146,31 @@ def speculate(line: LineOfStages, *proposers: Proposer) -> Speculation:
 @pytest.mark.parametrize("is_in_flight", [False, True])
 @pytest.mark.parametrize("share_wrong", [0.0, 0.7])
 def test_logs_are_the_same_with_drafts(
-    line: LineOfStages, expected: dict[str, Any], answers: dict[str, list[int]], share_wrong: float, is_in_flight: bool, monkeypatch: pytest.MonkeyPatch
+    line: LineOfStages,
+    expected: dict[str, Any],
+    answers: dict[str, list[int]],
+    share_wrong: float,
+    is_in_flight: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     search = line.compute.executor.row_search
-    monkeypatch.setattr(line.compute.executor, "row_search", DrawingSearch(search, random.Random(1), share_wrong=0.1) if is_in_flight else search)
+    monkeypatch.setattr(
+        line.compute.executor,
+        "row_search",
+        DrawingSearch(search, random.Random(1), share_wrong=0.1) if is_in_flight else search,
+    )
     num_steps = line.compute.meter.num_steps
     speculation = speculate(line, Liar(answers, random.Random(1), share_wrong))
     assert answer(line) == expected
-    assert speculation.total.num_accepted_tokens > 30 and sum(speculation.accepted_by_place) == speculation.total.num_accepted_tokens
+    assert (
+        speculation.total.num_accepted_tokens > 30
+        and sum(speculation.accepted_by_place) == speculation.total.num_accepted_tokens
+    )
     assert speculation.total.num_accepted_tokens < speculation.total.num_draft_tokens or not share_wrong
     if not share_wrong and not is_in_flight:
-        assert line.compute.meter.num_steps - num_steps < max(map(len, answers.values())), "fewer steps than the longest answer has tokens"
+        assert line.compute.meter.num_steps - num_steps < max(map(len, answers.values())), (
+            "fewer steps than the longest answer has tokens"
+        )
     assert not speculation.tallies, "who has ended is forgotten"
 
 
@@ -174,9 +208,15 @@ def test_what_a_schema_forces_is_drafted(line: LineOfStages, expected: dict[str,
 
 @pytest.mark.parametrize("is_slow", [False, True])
 def test_drafts_whose_masks_are_late_come_again(
-    line: LineOfStages, expected: dict[str, Any], answers: dict[str, list[int]], monkeypatch: pytest.MonkeyPatch, is_slow: bool
+    line: LineOfStages,
+    expected: dict[str, Any],
+    answers: dict[str, list[int]],
+    monkeypatch: pytest.MonkeyPatch,
+    is_slow: bool,
 ) -> None:
-    """Nobody waits for a mask, and each takes longer than a step; is_slow: all are filled before their rows run, and nothing is drafted behind them."""
+    """Nobody waits for a mask, and each takes longer than a step; is_slow: all are filled before
+    their rows run, and nothing is drafted behind them.
+    """
     delay_masks(monkeypatch, 0.005, is_slow=is_slow)
     speculate(line, Liar(answers, random.Random(2), 0.3))
     assert answer(line) == expected
@@ -201,11 +241,21 @@ def test_logs_are_the_same_with_preemptions(
     assert found == expected
 
 
-def test_who_is_cancelled_amid_drafts_leaves_the_others_as_they_are(line: LineOfStages, expected: dict[str, Any], answers: dict[str, list[int]]) -> None:
-    others = [structs.replace(ask(f"other{number}.0", "On and on", max_tokens=900, temperature=0.0, ignore_eos=True)) for number in range(3)]
-    speculation = speculate(line, Liar(answers | {each.request_id: [7] * 900 for each in others}, random.Random(4), 0.5))
+def test_who_is_cancelled_amid_drafts_leaves_the_others_as_they_are(
+    line: LineOfStages, expected: dict[str, Any], answers: dict[str, list[int]]
+) -> None:
+    others = [
+        structs.replace(ask(f"other{number}.0", "On and on", max_tokens=900, temperature=0.0, ignore_eos=True))
+        for number in range(3)
+    ]
+    speculation = speculate(
+        line, Liar(answers | {each.request_id: [7] * 900 for each in others}, random.Random(4), 0.5)
+    )
     line.submit(*others)
-    wait_until(lambda: len(line.compute.scheduler.running) == len(others) and speculation.total.num_drafts > 3, description="all of them run")
+    wait_until(
+        lambda: len(line.compute.scheduler.running) == len(others) and speculation.total.num_drafts > 3,
+        description="all of them run",
+    )
     line.submit(*REQUESTS)
     line.client.xadd(CONTROL.key, {MESSAGE: encode(Control("cancel", tuple(each.request_id for each in others)))})
     line.answer()
@@ -216,4 +266,6 @@ def test_who_is_cancelled_amid_drafts_leaves_the_others_as_they_are(line: LineOf
 
 def test_drafting_is_off_where_nobody_proposes(line: LineOfStages) -> None:
     assert speculate(line).drafting(16, 64) is None
-    assert isinstance(speculate(line, *make_proposers(("lookup",), line.compute.constraints)).drafting(16, 64), Drafting)
+    assert isinstance(
+        speculate(line, *make_proposers(("lookup",), line.compute.constraints)).drafting(16, 64), Drafting
+    )

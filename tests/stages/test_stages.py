@@ -1,4 +1,6 @@
-"""Several steps in a model's stages at once: what happens to sequences meanwhile changes no log, and an error on the way is one."""
+"""Several steps in a model's stages at once: what happens to sequences meanwhile changes no log,
+and an error on the way is one.
+"""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -26,18 +28,28 @@ def redis_url(tmp_path_factory: pytest.TempPathFactory, redis_binary: Path | Non
 
 def answers(line: LineOfStages, *asked: GenerateRequest) -> dict[str, list[Any]]:
     logs = line.answer(*asked, timeout_s=60).items()
-    found = {name: [encode(structs.replace(event, num_cached_tokens=0)) for event in parse_log(log)] for name, log in logs}
+    found = {
+        name: [encode(structs.replace(event, num_cached_tokens=0)) for event in parse_log(log)] for name, log in logs
+    }
     line.forget_logs()
     return found
 
 
 @pytest.mark.parametrize("num_stages", [2, pytest.param(3, marks=pytest.mark.more)])
-def test_who_is_preempted_in_the_stages_loses_nothing(redis_url: str, num_stages: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nor do the other choices of a prompt begin before its logprobs are there. One process computes all stages here: the loop does not know."""
+def test_who_is_preempted_in_the_stages_loses_nothing(
+    redis_url: str, num_stages: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor do the other choices of a prompt begin before its logprobs are there. One process
+    computes all stages here: the loop does not know.
+    """
     one = structs.replace(
-        ask("pair.0", "A river and a mountain of trees", max_tokens=3, seed=5, prompt_logprobs=1), scheduling=SchedulingParams(group_id="scored")
+        ask("pair.0", "A river and a mountain of trees", max_tokens=3, seed=5, prompt_logprobs=1),
+        scheduling=SchedulingParams(group_id="scored"),
     )
-    choices = [structs.replace(one, request_id=f"scored.{number}", params=structs.replace(one.params, seed=6 + number)) for number in range(3)]
+    choices = [
+        structs.replace(one, request_id=f"scored.{number}", params=structs.replace(one.params, seed=6 + number))
+        for number in range(3)
+    ]
     line = LineOfStages(redis_url)
     with line.running():
         expected = answers(line, *REQUESTS), answers(line, *choices)
@@ -54,7 +66,9 @@ def test_an_error_in_a_gather_ends_the_group(redis_url: str, monkeypatch: pytest
 
     with (
         pytest.raises(AssertionError, match="wait"),
-        grouped_line(redis_url, tensor_parallel_size=2, master=f"127.0.0.1:{free_port()}", rank=0, speculate="off") as line,
+        grouped_line(
+            redis_url, tensor_parallel_size=2, master=f"127.0.0.1:{free_port()}", rank=0, speculate="off"
+        ) as line,
     ):
         monkeypatch.setattr(DistributedRanks, "_exchange", fail)
         line.answer(ask("a.0", "A river", max_tokens=2), timeout_s=30)

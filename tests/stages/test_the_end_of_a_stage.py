@@ -1,4 +1,6 @@
-"""However a stage ends, none of its threads is left that speaks with Redis: OpenSSL dies with SIGSEGV where one does while the interpreter goes away."""
+"""However a stage ends, none of its threads is left that speaks with Redis: OpenSSL dies with
+SIGSEGV where one does while the interpreter goes away.
+"""
 
 import gc
 import os
@@ -17,8 +19,13 @@ from shared.wire.registry import Heartbeat
 from shared.wire.stage import Stage, run_stage
 
 
-@pytest.mark.parametrize(("error", "code"), [(None, 0), (Recoverable("stopped"), 0), (redis.AuthenticationError("WRONGPASS"), 1), (StartupError("no"), 2)])
-def test_no_heartbeat_outlives_its_stage(error: Exception | None, code: int, redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [(None, 0), (Recoverable("stopped"), 0), (redis.AuthenticationError("WRONGPASS"), 1), (StartupError("no"), 2)],
+)
+def test_no_heartbeat_outlives_its_stage(
+    error: Exception | None, code: int, redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(gc, "freeze", lambda: None)  # of this process, which goes on
     monkeypatch.setattr(registry, "END_TIMEOUT_S", 60.0)
     stage = Stage("sampler", StageSettings(redis_url=redis_url), model="m")
@@ -48,7 +55,13 @@ HELPERS = [
 def test_a_helper_whose_stage_has_gone_says_nothing(helper: str, question: bytes) -> None:
     """As when a stage ends while it starts: its helper's first answer has no reader."""
     environment = os.environ | {"TRANSFORMERS_VERBOSITY": "error"}  # as a tokenizer has it
-    process = subprocess.Popen([sys.executable, "-m", helper], env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    process = subprocess.Popen(
+        [sys.executable, "-m", helper],
+        env=environment,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
     assert process.stdout is not None
     process.stdout.close()
     _, said = process.communicate(question, timeout=120)

@@ -1,4 +1,6 @@
-"""The token log's scripts under any interleaving: writers that race and repeat themselves, ends from anybody, a Redis that forgets."""
+"""The token log's scripts under any interleaving: writers that race and repeat themselves, ends
+from anybody, a Redis that forgets.
+"""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -14,7 +16,16 @@ from msgspec.structs import replace
 
 from shared.process.errors import Invalid, Lost
 from shared.wire.messages import RequestError, StepDecisions, StepEvents, TokenEvent, decode, encode
-from shared.wire.streams import LOG_TTL_S, MESSAGE, RUNNING_LOG_TTL_S, decisions, events, inflight_key, log_key, reader_key
+from shared.wire.streams import (
+    LOG_TTL_S,
+    MESSAGE,
+    RUNNING_LOG_TTL_S,
+    decisions,
+    events,
+    inflight_key,
+    log_key,
+    reader_key,
+)
 from shared.wire.token_log import decode_entry, end_of, end_request, log_entry, parse_log, queue_read, write_step
 from tests.conftest import running_redis
 from tests.examples import examples
@@ -48,11 +59,16 @@ def run(client: "redis.Redis", fill: Callable[[Any], None]) -> Any:
 
 def write(client: "redis.Redis", *wanted: TokenEvent) -> list[Any]:
     """Entries that the log refused."""
-    found: list[Any] = run(client, lambda pipe: write_step(pipe, MODEL, [log_entry(each) for each in wanted], [(decisions("compute-1"), TOLD)]))
+    found: list[Any] = run(
+        client,
+        lambda pipe: write_step(pipe, MODEL, [log_entry(each) for each in wanted], [(decisions("compute-1"), TOLD)]),
+    )
     return found
 
 
-def end(client: "redis.Redis", request_id: str, gateway: str | None = "gateway-1", error: RequestError | None = None) -> None:
+def end(
+    client: "redis.Redis", request_id: str, gateway: str | None = "gateway-1", error: RequestError | None = None
+) -> None:
     run(client, lambda pipe: end_request(pipe, MODEL, request_id, gateway, error=error))
 
 
@@ -107,10 +123,18 @@ class Interleaving(RuleBasedStateMachine):
             self.client.hset(inflight_key(MODEL), request_id, str(tokens))
             self.client.hincrby(inflight_key(MODEL), "", tokens)
 
-    @rule(target=sent, request_id=st.sampled_from(REQUESTS), ahead=st.sampled_from([1, 1, 1, 1, 0, -1, 2, 5]), token_id=st.integers(5, 9), is_end=st.booleans())
+    @rule(
+        target=sent,
+        request_id=st.sampled_from(REQUESTS),
+        ahead=st.sampled_from([1, 1, 1, 1, 0, -1, 2, 5]),
+        token_id=st.integers(5, 9),
+        is_end=st.booleans(),
+    )
     def decide(self, request_id: str, ahead: int, token_id: int, is_end: bool) -> TokenEvent:
         """Decides as one of two samplers that may know less or believe more than the log holds."""
-        event = token(request_id, max(1, self.model.position(request_id) + ahead), token_id, is_end=is_end and token_id == 9)
+        event = token(
+            request_id, max(1, self.model.position(request_id) + ahead), token_id, is_end=is_end and token_id == 9
+        )
         self.expect(event)
         return event
 
@@ -132,7 +156,9 @@ class Interleaving(RuleBasedStateMachine):
             if event.request_id in cut:
                 expected.append([index, [b"", b""]])
             elif self.model.has_ended(event.request_id) or position >= event.position:
-                held = [each for each in log if each.position == event.position and each.token_id is not None] or log[-1:]
+                held = [each for each in log if each.position == event.position and each.token_id is not None] or log[
+                    -1:
+                ]
                 is_token = held[0].token_id is not None
                 as_written = held[0] if is_token else replace(held[0], position=0)
                 expected.append([index, [b"%d-%d" % (held[0].position, not is_token), encode(as_written)]])
@@ -152,7 +178,11 @@ class Interleaving(RuleBasedStateMachine):
         position, error = self.model.position(request_id), RequestError("no") if is_error else None
         end(self.client, request_id, gateway, error)
         if not self.model.has_ended(request_id):
-            self.model.put(TokenEvent(request_id, position, None, "", finish_reason="error" if is_error else "cancelled", error=error))
+            self.model.put(
+                TokenEvent(
+                    request_id, position, None, "", finish_reason="error" if is_error else "cancelled", error=error
+                )
+            )
         reader = self.model.readers.get(request_id.partition(".")[0], gateway)
         if reader is None:
             assert num_events(self.client) == before
@@ -188,9 +218,15 @@ class Interleaving(RuleBasedStateMachine):
             assert parse_log(entries) == self.model.logs.get(request_id, [])
             tokens = [entry_id for entry_id, _ in entries if entry_id.endswith(b"-0")]
             assert tokens == [b"%d-0" % (number + 1) for number in range(len(tokens))]
-            assert [b"e" in values for _, values in entries] == [event.finish_reason is not None for event in self.model.logs.get(request_id, [])]
+            assert [b"e" in values for _, values in entries] == [
+                event.finish_reason is not None for event in self.model.logs.get(request_id, [])
+            ]
             if entries:
-                assert 0 < self.client.ttl(log_key(request_id)) <= (LOG_TTL_S if b"e" in entries[-1][1] else RUNNING_LOG_TTL_S)
+                assert (
+                    0
+                    < self.client.ttl(log_key(request_id))
+                    <= (LOG_TTL_S if b"e" in entries[-1][1] else RUNNING_LOG_TTL_S)
+                )
 
     @invariant()
     def the_count_is_of_what_has_not_ended(self) -> None:
@@ -222,7 +258,10 @@ def test_what_follows_a_refused_entry_is_refused_with_it(client: "redis.Redis") 
     write(client, token("a.0", 1, 5))
     refused = write(client, token("a.0", 1, 6), token("b.0", 1, 7), token("a.0", 2, 8), token("b.0", 2, 9))
     assert refused == [[1, [b"1-0", encode(token("a.0", 1, 5))]], [3, [b"", b""]]]
-    assert [[event.token_id for event in parse_log(client.xrange(log_key(each)))] for each in ("a.0", "b.0")] == [[5], [7, 9]]
+    assert [[event.token_id for event in parse_log(client.xrange(log_key(each)))] for each in ("a.0", "b.0")] == [
+        [5],
+        [7, 9],
+    ]
 
 
 def test_an_end_after_tokens_stands_at_their_position(client: "redis.Redis") -> None:
@@ -230,7 +269,9 @@ def test_an_end_after_tokens_stands_at_their_position(client: "redis.Redis") -> 
     write(client, token("a.0", 2, 6))
     end(client, "a.0", error=RequestError("gone"))
     assert [entry_id for entry_id, _ in client.xrange(log_key("a.0"))] == [b"1-0", b"2-0", b"2-1"]
-    assert last_event(client, "gateway-1") == TokenEvent("a.0", 2, None, "", finish_reason="error", error=RequestError("gone"))
+    assert last_event(client, "gateway-1") == TokenEvent(
+        "a.0", 2, None, "", finish_reason="error", error=RequestError("gone")
+    )
 
 
 @pytest.mark.parametrize("position", [0, 1, 200_000])

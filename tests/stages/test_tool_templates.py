@@ -1,4 +1,6 @@
-"""Conversations with tools, thoughts and documents, through chat templates built like those of the families; and what a template says of its model."""
+"""Conversations with tools, thoughts and documents, through chat templates built like those of the
+families; and what a template says of its model.
+"""
 
 import json
 import shutil
@@ -27,15 +29,20 @@ ASKED = ChatMessage("user", "1 + 2?")
 CALLED = ChatMessage("assistant", "", None, (ToolCall("c1", "add", '{"a": 1, "b": "é"}'),))
 ANSWERED = ChatMessage("tool", "3", None, (), "c1")
 
-PLAIN = "{% for m in messages %}<{{ m.role }}>{{ m.content }}</>{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+PLAIN = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}</>{% endfor %}{% if add_generation_prompt %}<assistant>{% "
+    "endif %}"
+)
 # The call with its arguments as JSON from an object, as text, and as whatever str() makes of them
 HERMES = (
-    "{% if tools %}<tools>{{ tools | tojson }}</tools>{% endif %}{% for m in messages %}<{{ m.role }}>{{ m.content }}{% for c in m.tool_calls or [] %}"
+    "{% if tools %}<tools>{{ tools | tojson }}</tools>{% endif %}{% for m in messages %}<{{ m.role }}>{{ m.content "
+    "}}{% for c in m.tool_calls or [] %}"
     '<tool_call>{"name": "{{ c.function.name }}", "arguments": %s}</tool_call>{% endfor %}</>{% endfor %}'
 )
 TOLD = f"<tools>{json.dumps([TOOL])}</tools><user>1 + 2?</>"
 AS_OBJECT, AS_TEXT, AS_TEXT_ADDED = (
-    HERMES.replace("%s", how) for how in ("{{ c.function.arguments | tojson }}", "{{ c.function.arguments }}", "{{ '' + c.function.arguments }}")
+    HERMES.replace("%s", how)
+    for how in ("{{ c.function.arguments | tojson }}", "{{ c.function.arguments }}", "{{ '' + c.function.arguments }}")
 )
 KNOWS_DEVELOPER = PLAIN + "{# developer #}"
 
@@ -83,13 +90,17 @@ def test_a_template_that_knows_of_no_tools_is_told_in_words() -> None:
 
 # As Gemma's and Mistral's have it: the first counts all messages, the second neither calls nor what tools answer
 ALTERNATING = (
-    "{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('roles must alternate') }}{% endif %}"
+    "{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('roles must "
+    "alternate') }}{% endif %}"
     "<{{ m.role }}>{{ m.reasoning_content }}{{ m.content }}</>{% endfor %}"
 )
 ALTERNATING_WITH_TOOLS = (
-    "[AVAILABLE_TOOLS]{{ tools | tojson }}{% set at = namespace(number=0) %}{% for m in messages %}{% if m.role != 'tool' and not m.tool_calls %}"
-    "{% if (m.role == 'user') != (at.number % 2 == 0) %}{{ raise_exception('roles must alternate') }}{% endif %}{% set at.number = at.number + 1 %}{% endif %}"
-    "<{{ m.role }}>{{ m.content }}{% for c in m.tool_calls or [] %}[TOOL_CALLS]{{ c.function.name }}{% endfor %}</>{% endfor %}"
+    "[AVAILABLE_TOOLS]{{ tools | tojson }}{% set at = namespace(number=0) %}{% for m in messages %}{% if m.role != "
+    "'tool' and not m.tool_calls %}"
+    "{% if (m.role == 'user') != (at.number % 2 == 0) %}{{ raise_exception('roles must alternate') }}{% endif %}{% "
+    "set at.number = at.number + 1 %}{% endif %}"
+    "<{{ m.role }}>{{ m.content }}{% for c in m.tool_calls or [] %}[TOOL_CALLS]{{ c.function.name }}{% endfor %}</>{% "
+    "endfor %}"
 )
 MORE = ChatMessage("user", "And now?")
 
@@ -99,7 +110,10 @@ def test_what_the_user_says_to_a_tool_s_answer_is_one_turn_with_it() -> None:
     answer = "<tool_response>\n3\n</tool_response>"
     for template in (ALTERNATING, PLAIN):
         text = render(template, ASKED, CALLED, ANSWERED, ANSWERED, MORE, CALLED, ANSWERED, add_generation_prompt=False)
-        assert text == f"<user>1 + 2?</><assistant>{call}</><user>{answer}\n{answer}\nAnd now?</><assistant>{call}</><user>{answer}</>"
+        assert text == (
+            f"<user>1 + 2?</><assistant>{call}</><user>{answer}\n{answer}\nAnd "
+            f"now?</><assistant>{call}</><user>{answer}</>"
+        )
 
 
 def test_a_template_that_wants_turns_to_alternate_gets_them() -> None:
@@ -109,7 +123,9 @@ def test_a_template_that_wants_turns_to_alternate_gets_them() -> None:
     thought = ChatMessage("assistant", "Well.", reasoning="hm")
     assert render(ALTERNATING, ASKED, thought, ChatMessage("assistant", "3")).endswith("<assistant>hmWell.\n3</>")
     parts = ChatMessage("user", "", parts=(ContentPart("Look."),))
-    assert render(ALTERNATING, ASKED, parts).count("'text'") == 6  # keys and values of three parts, the middle one a new line
+    assert (
+        render(ALTERNATING, ASKED, parts).count("'text'") == 6
+    )  # keys and values of three parts, the middle one a new line
     refused = render(ALTERNATING, CALLED, ASKED)
     assert isinstance(refused, Invalid) and "roles must alternate" in str(refused)
     assert render(PLAIN, ASKED, MORE) == "<user>1 + 2?</><user>And now?</><assistant>"
@@ -119,14 +135,18 @@ def test_a_developer_is_a_system_where_the_template_knows_none() -> None:
     said = ChatMessage("developer", "Be brief.")
     assert render(PLAIN, said, ASKED) == "<system>Be brief.</><user>1 + 2?</><assistant>"
     assert render(KNOWS_DEVELOPER, said, ASKED) == "<developer>Be brief.</><user>1 + 2?</><assistant>"
-    refusing = "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system here') }}{% endif %}{% endfor %}"
+    refusing = (
+        "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system here') }}{% endif %}{% "
+        "endfor %}"
+    )
     refused = render(refusing, said, ASKED)
     assert isinstance(refused, Invalid) and "no system here" in str(refused) and refused.param == "messages"
 
 
 def test_a_template_has_what_the_request_brings() -> None:
     template = (
-        "{{ effort }}{% for d in documents or [] %}[{{ d.title }}]{% endfor %}{% if enable_thinking is false %}!{% endif %}{{ messages[0].reasoning_content }}"
+        "{{ effort }}{% for d in documents or [] %}[{{ d.title }}]{% endfor %}{% if enable_thinking is false %}!{% "
+        "endif %}{{ messages[0].reasoning_content }}"
     )
     thought = ChatMessage("assistant", "", reasoning="hm")
     kwargs = json.dumps({"effort": "low", "enable_thinking": False})
@@ -137,7 +157,9 @@ def test_a_template_has_what_the_request_brings() -> None:
     broken = render(PLAIN, ASKED, chat_template="{% for")
     assert isinstance(broken, Invalid) and broken.status == 400
     assert render(PLAIN, ASKED, add_generation_prompt=False) == "<user>1 + 2?</>"
-    assert render(PLAIN, ASKED, ChatMessage("assistant", "It is "), add_generation_prompt=False, continue_final_message=True).endswith("<assistant>It is ")
+    assert render(
+        PLAIN, ASKED, ChatMessage("assistant", "It is "), add_generation_prompt=False, continue_final_message=True
+    ).endswith("<assistant>It is ")
 
 
 TOOL_USE = HERMES.replace("%s", "{{ c.function.arguments | tojson }}")  # as Hermes 2 Pro has beside a plain one
@@ -145,7 +167,11 @@ TOOL_USE = HERMES.replace("%s", "{{ c.function.arguments | tojson }}")  # as Her
 
 def named_in_the_config(folder: Path) -> None:
     config = json.loads((folder / "tokenizer_config.json").read_text())
-    templates = [{"name": "default", "template": PLAIN}, {"name": "rag", "template": "rag"}, {"name": "tool_use", "template": TOOL_USE}]
+    templates = [
+        {"name": "default", "template": PLAIN},
+        {"name": "rag", "template": "rag"},
+        {"name": "tool_use", "template": TOOL_USE},
+    ]
     (folder / "tokenizer_config.json").write_text(json.dumps(config | {"chat_template": templates}))
 
 
@@ -165,8 +191,17 @@ def test_a_template_named_tool_use_is_that_of_requests_with_tools(put: Callable[
     template = ChatTemplate(tokenizer)
     [plain, told, choosing_none] = template.render([(ASKED,)] * 3, [ChatOptions(), TOOLS, ChatOptions(documents="[]")])
     messages = [{"role": "user", "content": "1 + 2?"}]
-    assert plain == choosing_none == tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True) == "<user>1 + 2?</><assistant>"
-    assert told == tokenizer.apply_chat_template(messages, tools=[TOOL], tokenize=False, add_generation_prompt=True) == TOLD
+    assert (
+        plain
+        == choosing_none
+        == tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        == "<user>1 + 2?</><assistant>"
+    )
+    assert (
+        told
+        == tokenizer.apply_chat_template(messages, tools=[TOOL], tokenize=False, add_generation_prompt=True)
+        == TOLD
+    )
     assert template.parsers("auto", "auto") == {"tool_calls": "hermes"}
     described = json.loads(describe(tokenizer, MODEL, 1, ()).text)
     assert (described["chat_template"], described["chat_template_tool_use"]) == (PLAIN, TOOL_USE)
@@ -176,27 +211,46 @@ def test_a_tool_use_template_whose_calls_can_not_be_read_is_not_taken_for_one_wh
     unknown = "{{ tools }} in a form of its own"
     assert template_with_tools({"default": PLAIN, "tool_use": unknown}, PLAIN) == PLAIN
     assert template_with_tools({"default": unknown, "tool_use": unknown + "!"}, unknown) == unknown + "!"
-    assert template_with_tools({"default": PLAIN, "tool_use": "[TOOL_CALLS]{{ tools }}"}, PLAIN) == "[TOOL_CALLS]{{ tools }}"
-    assert find_parsers(PLAIN + "<think></think>", "auto", "auto", "[TOOL_CALLS]{{ tools }}") == {"tool_calls": "mistral", "reasoning": "qwen3"}
+    assert (
+        template_with_tools({"default": PLAIN, "tool_use": "[TOOL_CALLS]{{ tools }}"}, PLAIN)
+        == "[TOOL_CALLS]{{ tools }}"
+    )
+    assert find_parsers(PLAIN + "<think></think>", "auto", "auto", "[TOOL_CALLS]{{ tools }}") == {
+        "tool_calls": "mistral",
+        "reasoning": "qwen3",
+    }
 
 
 # The words by which the families' templates are known; the rest of them says nothing here.
 SIGNS = [
-    ("{%- if tools %}…{{ tool | tojson }}…\\n<tool_call>\\n{\"name\": <function-name>, \"arguments\": <args>}", "hermes", ""),
+    (
+        '{%- if tools %}…{{ tool | tojson }}…\\n<tool_call>\\n{"name": <function-name>, "arguments": <args>}',
+        "hermes",
+        "",
+    ),
     ("{%- if tools %}…<tool_call> tojson …'<think>' … content.split('</think>')", "hermes", "qwen3"),
     ("… content.split('</think>')[-1] …", "hermes", "deepseek_r1"),
-    ("{% if tools is not none %}<|start_header_id|>… {\"name\": function name, \"parameters\": dictionary", "llama3_json", ""),
-    ("{% if tools %}[func_name1(params_name1=params_value1, …)]<|start_header_id|> \"parameters\"", "pythonic", ""),
+    (
+        '{% if tools is not none %}<|start_header_id|>… {"name": function name, "parameters": dictionary',
+        "llama3_json",
+        "",
+    ),
+    ('{% if tools %}[func_name1(params_name1=params_value1, …)]<|start_header_id|> "parameters"', "pythonic", ""),
     ("[AVAILABLE_TOOLS]{{ tools }}[/AVAILABLE_TOOLS] [TOOL_CALLS]", "mistral", ""),
     ("[TOOL_CALLS] [THINK] [/THINK]", "mistral", "mistral"),
     ("{{ tools }}<|tool_call|> Here is my thought process: Here is my response:", "granite", "granite"),
     ("<start_function_declaration>…<start_function_call>call:", "gemma", ""),
     ("<|tool_call>call: <|channel>thought", "gemma", "gemma4"),
-    ("{%- if tools %}<tools> … <tool_call>\n<function=example_function_name>\n<parameter=example_parameter_1> … \"name\"", "qwen3_coder", ""),
-    ("<|start|>assistant<|channel|>analysis<|message|> … to=\"+\"functions.", "harmony", "harmony"),
+    (
+        "{%- if tools %}<tools> … <tool_call>\n<function=example_function_name>\n<parameter=example_parameter_1> … "
+        '"name"',
+        "qwen3_coder",
+        "",
+    ),
+    ('<|start|>assistant<|channel|>analysis<|message|> … to="+"functions.', "harmony", "harmony"),
     ("{{ messages }}", "hermes", ""),
     ("{{ tools }} in a form of its own", "", ""),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("template", "tool_calls", "reasoning"), SIGNS)
@@ -214,11 +268,16 @@ def test_a_model_without_a_template_has_no_parsers() -> None:
 @pytest.mark.parametrize(
     ("text", "reasoning", "opened"),
     [
-        ("<assistant><think>\n", "qwen3", "<think>\n"), ("<assistant>", "qwen3", ""), ("<assistant><think>\n\n</think>\n\n", "qwen3", ""),
-        ("<assistant>", "deepseek_r1", "<think>\n"), ("<assistant></think>", "deepseek_r1", ""), ("<assistant>[THINK]", "mistral", "[THINK]"),
-        ("<assistant><think>\n", "", ""), ("<|start|>assistant", "harmony", ""),
+        ("<assistant><think>\n", "qwen3", "<think>\n"),
+        ("<assistant>", "qwen3", ""),
+        ("<assistant><think>\n\n</think>\n\n", "qwen3", ""),
+        ("<assistant>", "deepseek_r1", "<think>\n"),
+        ("<assistant></think>", "deepseek_r1", ""),
+        ("<assistant>[THINK]", "mistral", "[THINK]"),
+        ("<assistant><think>\n", "", ""),
+        ("<|start|>assistant", "harmony", ""),
     ],
-)  # fmt: skip
+)
 def test_a_thought_that_the_template_opened_begins_the_answer(text: str, reasoning: str, opened: str) -> None:
     assert opened_thought(text, reasoning, ChatOptions()) == opened
     assert opened_thought(text, reasoning, ChatOptions(add_generation_prompt=False)) == ""
@@ -246,7 +305,9 @@ def test_what_was_opened_is_echoed_unless_the_answer_must_match_something() -> N
     encoder = Encoder(Thinking(PLAIN.replace("<assistant>", "<assistant><think>\n") + "{# </think> #}"), FILES)
     assert encoder.parsers == {"tool_calls": "hermes", "reasoning": "qwen3"}
     request = GenerateRequest("r.0", None, MODEL, SamplingParams(max_tokens=1), messages=(ASKED,))
-    constrained = GenerateRequest("r.1", None, MODEL, SamplingParams(max_tokens=1), messages=(ASKED,), constraint=Constraint("json_object", ""))
+    constrained = GenerateRequest(
+        "r.1", None, MODEL, SamplingParams(max_tokens=1), messages=(ASKED,), constraint=Constraint("json_object", "")
+    )
     opened, again = encoder.encode([request, constrained], 1024)
     assert isinstance(opened, TokenizedRequest) and opened.echo_text == "<think>\n" and not len(opened.echo_offsets)
     assert isinstance(again, TokenizedRequest) and again.echo_text is None

@@ -15,7 +15,9 @@ def test_stages_record_where_a_requests_time_went(redis_url: str, monkeypatch: p
     for name, value in collector.environment.items():
         monkeypatch.setenv(name, value)
     trace_id, parent_id = os.urandom(16).hex(), os.urandom(8).hex()
-    traced = replace(ask("a.0", "The river", max_tokens=12, ignore_eos=True), traceparent=f"00-{trace_id}-{parent_id}-01")
+    traced = replace(
+        ask("a.0", "The river", max_tokens=12, ignore_eos=True), traceparent=f"00-{trace_id}-{parent_id}-01"
+    )
     with hurried(), LineOfStages(redis_url).running() as line:
         line.answer(traced, ask("b.0", "Another", max_tokens=12))
         names = {"tokenize", "queue", "prefill", "prefill chunk", "decode", "sample"}
@@ -26,8 +28,10 @@ def test_stages_record_where_a_requests_time_went(redis_url: str, monkeypatch: p
     assert {span.parent_id for name, span in spans.items() if name != "prefill chunk"} == {parent_id}
     assert spans["prefill chunk"].parent_id == spans["prefill"].span_id
     assert {name: span.service for name, span in spans.items() if name in ("tokenize", "queue", "sample")} == {
-        "tokenize": "penstock-tokenizer", "queue": "penstock-compute", "sample": "penstock-sampler"
-    }  # fmt: skip
+        "tokenize": "penstock-tokenizer",
+        "queue": "penstock-compute",
+        "sample": "penstock-sampler",
+    }
     assert spans["decode"].said["penstock.num_output_tokens"] == 12 and spans["decode"].said["penstock.num_steps"] >= 11
     assert (
         spans["sample"].said["penstock.num_tokens"] == 12
@@ -35,4 +39,7 @@ def test_stages_record_where_a_requests_time_went(redis_url: str, monkeypatch: p
     )
     order = [spans[name].started_at for name in ("tokenize", "queue", "prefill", "decode")]
     assert order == sorted(order)
-    assert spans["queue"].ended_at == spans["prefill"].started_at and spans["prefill"].ended_at == spans["decode"].started_at
+    assert (
+        spans["queue"].ended_at == spans["prefill"].started_at
+        and spans["prefill"].ended_at == spans["decode"].started_at
+    )

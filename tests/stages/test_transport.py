@@ -85,14 +85,18 @@ STATES: dict[str, Callable[["redis.Redis"], Any]] = {
 WAYS: dict[str, Callable[["redis.Redis"], Any]] = {
     "a command": lambda client: client.set("key", "value"),
     "a script": lambda client: client.eval("return redis.call('SET', KEYS[1], 'value')", 1, "key"),
-    "a transaction": lambda client: client.pipeline(transaction=True).set("key", "value").set("other", "value").execute(),
+    "a transaction": lambda client: (
+        client.pipeline(transaction=True).set("key", "value").set("other", "value").execute()
+    ),
     "a pipeline": lambda client: client.pipeline(transaction=False).set("key", "value").set("other", "value").execute(),
 }
 
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("state", STATES)
-def test_what_a_server_refuses_for_now_is_temporary_and_waited_out(state: str, way: str, client: "redis.Redis", transport: Transport) -> None:
+def test_what_a_server_refuses_for_now_is_temporary_and_waited_out(
+    state: str, way: str, client: "redis.Redis", transport: Transport
+) -> None:
     with STATES[state](client):
         with pytest.raises(redis.RedisError) as found:
             WAYS[way](transport.client)
@@ -106,7 +110,9 @@ def test_what_a_server_refuses_for_now_is_temporary_and_waited_out(state: str, w
 
 @pytest.mark.parametrize("error", ERRORS)
 @pytest.mark.parametrize("way", WAYS)
-def test_what_a_server_answers_for_now_is_waited_out(way: str, error: str, url: str, client: "redis.Redis", tmp_path: Path) -> None:
+def test_what_a_server_answers_for_now_is_waited_out(
+    way: str, error: str, url: str, client: "redis.Redis", tmp_path: Path
+) -> None:
     with FaultyRedis(socket_path(Path(url.removeprefix("unix://")).parent), tmp_path / "proxy.sock") as proxy:
         transport = Transport(proxy.url, threading.Event())
         transport.client.ping()
@@ -116,7 +122,9 @@ def test_what_a_server_answers_for_now_is_waited_out(way: str, error: str, url: 
         transport.close()
 
 
-def test_a_busy_server_and_an_unknown_script_are_temporary(client: "redis.Redis", transport: Transport, url: str) -> None:
+def test_a_busy_server_and_an_unknown_script_are_temporary(
+    client: "redis.Redis", transport: Transport, url: str
+) -> None:
     with pytest.raises(redis.RedisError) as unknown:
         transport.client.evalsha("0" * 40, 0)
     assert is_temporary(unknown.value)
@@ -150,7 +158,9 @@ def error_of(attempt: Callable[[], Any]) -> Exception | None:
         lambda client: client.execute_command("AUTH", "nobody", "wrong"),
     ],
 )
-def test_a_mistake_is_raised_at_once(mistake: Callable[["redis.Redis"], Any], client: "redis.Redis", transport: Transport) -> None:
+def test_a_mistake_is_raised_at_once(
+    mistake: Callable[["redis.Redis"], Any], client: "redis.Redis", transport: Transport
+) -> None:
     client.set("text", "x")
     with pytest.raises(redis.RedisError) as found:
         transport.persist(lambda: mistake(transport.client))
@@ -173,11 +183,15 @@ def test_a_password_that_is_missing_or_wrong_is_not_waited_for(client: "redis.Re
     with configured(client, "requirepass", "secret"):
         for wrong in (url, url.replace("unix://", "unix://:wrong@")):
             with pytest.raises(redis.RedisError) as found:
-                Transport(wrong, threading.Event()).persist(lambda wrong=wrong: Transport(wrong, threading.Event()).client.get("key"))
+                Transport(wrong, threading.Event()).persist(
+                    lambda wrong=wrong: Transport(wrong, threading.Event()).client.get("key")
+                )
             assert not is_temporary(found.value)
 
 
-def test_a_read_may_block_for_longer_than_a_reply_may_take(url: str, client: "redis.Redis", monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_read_may_block_for_longer_than_a_reply_may_take(
+    url: str, client: "redis.Redis", monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(line_module, "REPLY_TIMEOUT_S", 0.5)
     transport = Transport(url, threading.Event(), 0.5)
     reader = group(transport)
@@ -228,7 +242,9 @@ def test_a_redis_that_comes_back_empty_gets_its_groups_again(client: "redis.Redi
 
 def test_a_standing_read_survives_that_its_stream_goes_away(client: "redis.Redis", transport: Transport) -> None:
     reader, found = group(transport), []
-    waiting = threading.Thread(target=lambda: found.extend(wait_until(lambda: reader.read(count=5, block_ms=5000)[0], description="an entry")))
+    waiting = threading.Thread(
+        target=lambda: found.extend(wait_until(lambda: reader.read(count=5, block_ms=5000)[0], description="an entry"))
+    )
     waiting.start()
     wait_until(lambda: client.info("clients")["blocked_clients"], description="the read stands")
     client.delete(STREAM.key)
@@ -248,7 +264,9 @@ def test_claims_take_what_was_delivered_least_often_first(client: "redis.Redis",
     assert [names(heir.claim(idle_ms=0, count=1)[0])[0] for _ in range(2)] == ["r.3", "r.2"]
 
 
-def test_what_was_delivered_too_often_is_a_dead_letter_with_its_request(client: "redis.Redis", transport: Transport) -> None:
+def test_what_was_delivered_too_often_is_a_dead_letter_with_its_request(
+    client: "redis.Redis", transport: Transport
+) -> None:
     put(client, 1, 2)
     heir = group(transport)
     (first, _) = heir.read(count=2, block_ms=1)[0]
@@ -277,19 +295,35 @@ def test_all_is_released_however_much_it_is(client: "redis.Redis", transport: Tr
     assert len(taken) == 200 and all(each.was_released for each in taken)
 
 
-def test_only_dead_consumers_with_nothing_pending_are_forgotten(client: "redis.Redis", transport: Transport, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_dead_consumers_with_nothing_pending_are_forgotten(
+    client: "redis.Redis", transport: Transport, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(entries_module, "FORGET_CONSUMER_MS", 0)
     put(client, 1, 2, 3)
     for name in ("mine", "live", "dead", "dead-but-holds-one"):
         group(transport, name).read(count=1, block_ms=1)
     for name in ("dead", "live"):
-        client.xack(STREAM.key, STREAM.group, *[each["message_id"] for each in client.xpending_range(STREAM.key, STREAM.group, "-", "+", 9, name)])
-    wait_until(lambda: min(each["idle"] for each in client.xinfo_consumers(STREAM.key, STREAM.group)) > 0, description="a millisecond has passed")
+        client.xack(
+            STREAM.key,
+            STREAM.group,
+            *[each["message_id"] for each in client.xpending_range(STREAM.key, STREAM.group, "-", "+", 9, name)],
+        )
+    wait_until(
+        lambda: min(each["idle"] for each in client.xinfo_consumers(STREAM.key, STREAM.group)) > 0,
+        description="a millisecond has passed",
+    )
     put(client, 4)
     group(transport, "dead-but-holds-one").read(count=1, block_ms=1)
-    wait_until(lambda: min(each["idle"] for each in client.xinfo_consumers(STREAM.key, STREAM.group)) > 0, description="a millisecond has passed")
+    wait_until(
+        lambda: min(each["idle"] for each in client.xinfo_consumers(STREAM.key, STREAM.group)) > 0,
+        description="a millisecond has passed",
+    )
     group(transport, "mine").forget_consumers({"live"})
-    assert {each["name"] for each in client.xinfo_consumers(STREAM.key, STREAM.group)} == {b"mine", b"live", b"dead-but-holds-one"}
+    assert {each["name"] for each in client.xinfo_consumers(STREAM.key, STREAM.group)} == {
+        b"mine",
+        b"live",
+        b"dead-but-holds-one",
+    }
 
 
 def test_a_consumer_that_was_here_lately_is_not_forgotten(client: "redis.Redis", transport: Transport) -> None:
@@ -308,7 +342,9 @@ GARBAGE = [
 
 
 @pytest.mark.parametrize("values", GARBAGE)
-def test_what_does_not_decode_is_a_dead_letter_and_its_neighbours_are_read(values: dict[bytes, bytes], client: "redis.Redis", transport: Transport) -> None:
+def test_what_does_not_decode_is_a_dead_letter_and_its_neighbours_are_read(
+    values: dict[bytes, bytes], client: "redis.Redis", transport: Transport
+) -> None:
     reader = group(transport)
     put(client, 1)
     client.xadd(STREAM.key, values)
@@ -322,7 +358,9 @@ def test_what_does_not_decode_is_a_dead_letter_and_its_neighbours_are_read(value
 
 @examples(150, suppress_health_check=list(HealthCheck))
 @given(at=st.integers(0, 400), noise=st.binary(min_size=1, max_size=4))
-def test_a_damaged_message_is_read_or_a_dead_letter_never_an_exception(at: int, noise: bytes, client: "redis.Redis", transport: Transport) -> None:
+def test_a_damaged_message_is_read_or_a_dead_letter_never_an_exception(
+    at: int, noise: bytes, client: "redis.Redis", transport: Transport
+) -> None:
     whole = encode(ask("r.1", "prompt", stop=("x",), logit_bias={5: 1.0}))
     damaged = whole[: at % len(whole)] + noise + whole[at % len(whole) + len(noise) :]
     reader = GroupReader(transport, STREAM, "one")

@@ -11,7 +11,16 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 
 from shared.wire.messages import RequestError, TokenEvent
-from shared.wire.streams import GATEWAY_ID, MESSAGE, REQUEST_ID, RUNNING_LOG_TTL_S, events, log_key, prompts, response_key
+from shared.wire.streams import (
+    GATEWAY_ID,
+    MESSAGE,
+    REQUEST_ID,
+    RUNNING_LOG_TTL_S,
+    events,
+    log_key,
+    prompts,
+    response_key,
+)
 from shared.wire.token_log import end_waiting, queue_find_waiting
 from tests.conftest import running_redis
 from tests.examples import examples
@@ -31,7 +40,8 @@ def run(client: "redis.Redis", fill: Callable[[Any], Any]) -> Any:
 
 
 class Waiting(RuleBasedStateMachine):
-    """A group that reads at its own pace, and gateways that end what has waited for too long: each request is the one's or the other's, and Redis knows
+    """A group that reads at its own pace, and gateways that end what has waited for too long: each
+    request is the one's or the other's, and Redis knows
     how many wait while nobody has any: that wakes the first replica."""
 
     def __init__(self) -> None:
@@ -81,7 +91,15 @@ class Waiting(RuleBasedStateMachine):
 
             def end(pipe: Any) -> None:
                 for entry_id, request_id, gateway_id in found:
-                    end_waiting(pipe, self.stream, "gateway-2", entry_id, MODEL, failed(request_id.decode()), gateway_id.decode())
+                    end_waiting(
+                        pipe,
+                        self.stream,
+                        "gateway-2",
+                        entry_id,
+                        MODEL,
+                        failed(request_id.decode()),
+                        gateway_id.decode(),
+                    )
 
             run(self.client, end)
         mine = [request_id for _, request_id, _ in found if request_id.decode() in {name for name, _ in self.waiting}]
@@ -91,10 +109,19 @@ class Waiting(RuleBasedStateMachine):
     @invariant()
     def each_is_in_one_place(self) -> None:
         group = self.client.xinfo_groups(self.stream.key)[0]
-        assert (group["pending"], self.client.xlen(self.stream.key)) == (len(self.taken), len(self.waiting) + len(self.taken))
-        if group["lag"] is not None or not self.taken:  # Redis does not know it while an entry is pending before the one that was deleted last
+        assert (group["pending"], self.client.xlen(self.stream.key)) == (
+            len(self.taken),
+            len(self.waiting) + len(self.taken),
+        )
+        if (
+            group["lag"] is not None or not self.taken
+        ):  # Redis does not know it while an entry is pending before the one that was deleted last
             assert group["lag"] == len(self.waiting)
-        assert {each for each in (f"r{number}.0" for number in range(self.num_requests)) if self.client.exists(log_key(each))} == self.ended
+        assert {
+            each
+            for each in (f"r{number}.0" for number in range(self.num_requests))
+            if self.client.exists(log_key(each))
+        } == self.ended
         assert self.client.xlen(events("gateway-1").key) == len(self.ended), "its reader hears of it"
 
 
@@ -105,4 +132,6 @@ def failed(request_id: str) -> TokenEvent:
 @pytest.mark.hypothesis
 def test_a_request_that_waits_is_taken_once_or_ended_once(client: "redis.Redis") -> None:
     Waiting.client = client
-    run_state_machine_as_test(Waiting, settings=examples(60, stateful_step_count=20, suppress_health_check=list(HealthCheck)))
+    run_state_machine_as_test(
+        Waiting, settings=examples(60, stateful_step_count=20, suppress_health_check=list(HealthCheck))
+    )

@@ -1,4 +1,6 @@
-"""A pipeline under load, scraped by a real Prometheus: do the dashboard and the alerts have something to show, and is what they show true?"""
+"""A pipeline under load, scraped by a real Prometheus: do the dashboard and the alerts have
+something to show, and is what they show true?
+"""
 
 import asyncio
 import json
@@ -39,7 +41,12 @@ class Prometheus:
             "scrape_configs": [{"job_name": "penstock", "static_configs": [{"targets": targets}]}],
         }
         (folder / "prometheus.yml").write_text(json.dumps(config))  # JSON is YAML
-        command = [program, f"--config.file={folder}/prometheus.yml", f"--storage.tsdb.path={folder}/tsdb", f"--web.listen-address={self.url[7:]}"]
+        command = [
+            program,
+            f"--config.file={folder}/prometheus.yml",
+            f"--storage.tsdb.path={folder}/tsdb",
+            f"--web.listen-address={self.url[7:]}",
+        ]
         with (folder / "prometheus.log").open("wb") as log:
             self.process = subprocess.Popen(command, stdout=log, stderr=log)
 
@@ -78,7 +85,9 @@ class Client:
                 try:
                     await self.ask(client, number)
                 except openai.InternalServerError as error:
-                    assert error.status_code == 503, "a stage may be missing on a machine that is busy, for as long as its lease; nothing else"
+                    assert error.status_code == 503, (
+                        "a stage may be missing on a machine that is busy, for as long as its lease; nothing else"
+                    )
                     self.num_unavailable += 1
                     await asyncio.sleep(1.0)
             number += 1
@@ -96,20 +105,29 @@ class Client:
 
     async def answered(self, client: openai.AsyncOpenAI, number: int) -> None:
         reply = await client.completions.create(
-            model=MODEL, prompt="The river " * (number % 5 * 20 + 1), max_tokens=40, n=1 + number % 2, seed=number, extra_body={"ignore_eos": True}
-        )  # fmt: skip
+            model=MODEL,
+            prompt="The river " * (number % 5 * 20 + 1),
+            max_tokens=40,
+            n=1 + number % 2,
+            seed=number,
+            extra_body={"ignore_eos": True},
+        )
         self.num_answers += 1 + number % 2
         self.num_tokens += reply.usage.completion_tokens if reply.usage else 0
 
     async def refused(self, client: openai.AsyncOpenAI) -> None:
-        """A prompt that is too long, which the tokenizer finds; both sequences of the response are refused, and nothing is cancelled."""
+        """A prompt that is too long, which the tokenizer finds; both sequences of the response are
+        refused, and nothing is cancelled.
+        """
         try:
             await client.completions.create(model=MODEL, prompt="The river " * 2000, n=2)
         except openai.BadRequestError:
             self.num_refused += 2
 
     async def leave(self, client: openai.AsyncOpenAI) -> None:
-        stream = await client.completions.create(model=MODEL, prompt="x", max_tokens=500, stream=True, extra_body={"ignore_eos": True})
+        stream = await client.completions.create(
+            model=MODEL, prompt="x", max_tokens=500, stream=True, extra_body={"ignore_eos": True}
+        )
         async for _ in stream:
             self.num_tokens += 1
             break
@@ -147,7 +165,8 @@ def scraping(deployment: Deployment, folder: Path) -> Iterator[Prometheus]:
 
 
 async def load(deployment: Deployment, prometheus: Prometheus) -> Client:
-    """Clients at both gateways, and a batch whose worker is killed; meanwhile one compute replica is, too, and comes back under the same name: its counters
+    """Clients at both gateways, and a batch whose worker is killed; meanwhile one compute replica
+    is, too, and comes back under the same name: its counters
     begin again."""
     client, deadline = Client(deployment), time.monotonic() + LOAD_S
     clients = [asyncio.create_task(client.ask_until(number, deadline)) for number in range(NUM_CLIENTS)]
@@ -157,7 +176,11 @@ async def load(deployment: Deployment, prometheus: Prometheus) -> Client:
     await asyncio.to_thread(kill_at_work, deployment, victim)
     deployment.start("compute", victim, kv_cache_memory="4MiB", max_num_seqs=8)
     await asyncio.gather(*clients, batch)
-    print(f"load: {client.num_answers} answers, {client.num_refused} refused, {client.num_left} left, {client.num_tokens} tokens; {victim} killed", flush=True)
+    print(
+        f"load: {client.num_answers} answers, {client.num_refused} refused, {client.num_left} left, "
+        f"{client.num_tokens} tokens; {victim} killed",
+        flush=True,
+    )
     return client
 
 
@@ -180,15 +203,23 @@ def kill_at_work(deployment: Deployment, victim: str) -> None:
 def check_nobody_works(prometheus: Prometheus) -> None:
     """While a batch waits and no worker is alive, an alert is about to say so."""
     alert = "PenstockNoBatchWorker"
-    wait_until(lambda: alert in {each["labels"]["alertname"] for each in prometheus.ask("alerts")["alerts"]}, description=f"{alert} is pending")
+    wait_until(
+        lambda: alert in {each["labels"]["alertname"] for each in prometheus.ask("alerts")["alerts"]},
+        description=f"{alert} is pending",
+    )
     assert prometheus.value("min(penstock_batch_oldest_seconds)") > 0
-    print(f"no worker: {prometheus.value('max(penstock_batches_running)'):g} batch waits, {alert} is pending", flush=True)
+    print(
+        f"no worker: {prometheus.value('max(penstock_batches_running)'):g} batch waits, {alert} is pending", flush=True
+    )
 
 
 def check_counts(prometheus: Prometheus, client: Client) -> None:
-    """Gateways' own counts add up to what clients saw; compute's, over replicas that died and came back, to as much as was computed."""
+    """Gateways' own counts add up to what clients saw; compute's, over replicas that died and came
+    back, to as much as was computed.
+    """
     ended = {
-        each["metric"]["finished_reason"]: float(each["value"][1]) for each in prometheus.query("sum by (finished_reason) (penstock_request_success_total)")
+        each["metric"]["finished_reason"]: float(each["value"][1])
+        for each in prometheus.query("sum by (finished_reason) (penstock_request_success_total)")
     }
     print(f"ended: {ended}", flush=True)
     assert ended["error"] == client.num_refused, "refused means refused"
@@ -199,25 +230,42 @@ def check_counts(prometheus: Prometheus, client: Client) -> None:
     too_long = prometheus.value('sum(penstock_request_errors_total{code="context_length_exceeded",status="400"})')
     assert too_long == client.num_refused
     intervals = prometheus.value("sum(penstock_inter_token_latency_seconds_count)")
-    tokens, firsts = prometheus.value("sum(penstock_generation_tokens_total)"), prometheus.value("sum(penstock_time_to_first_token_seconds_count)")
+    tokens, firsts = (
+        prometheus.value("sum(penstock_generation_tokens_total)"),
+        prometheus.value("sum(penstock_time_to_first_token_seconds_count)"),
+    )
     assert intervals == tokens - firsts, "intervals are between the tokens of one sequence"
     assert tokens >= client.num_tokens
     window = f"{int(LOAD_S) + 30}s"
-    computed = prometheus.value(f"sum(max by (replica, model_name) (increase(penstock_computed_generation_tokens_total[{window}])))")
+    computed = prometheus.value(
+        f"sum(max by (replica, model_name) (increase(penstock_computed_generation_tokens_total[{window}])))"
+    )
     of_batch = prometheus.value("max(penstock_batch_generation_tokens_total)")
     print(
-        f"tokens: {client.num_tokens} read by clients, {tokens:g} by gateways, {of_batch:g} in a batch; {computed:g} decided at compute, over a death",
+        f"tokens: {client.num_tokens} read by clients, {tokens:g} by gateways, {of_batch:g} in a batch; {computed:g} "
+        "decided at compute, over a death",
         flush=True,
     )
     assert LEAST_SEEN * (client.num_tokens + of_batch) <= computed <= 1.25 * (tokens + of_batch)
     told = prometheus.query('penstock_batch_lines_total{outcome="completed"}')
-    assert [float(each["value"][1]) for each in told] == [batches.NUM_LINES] * 2, "each gateway tells every line once, though the worker was killed"
+    assert [float(each["value"][1]) for each in told] == [batches.NUM_LINES] * 2, (
+        "each gateway tells every line once, though the worker was killed"
+    )
     assert of_batch == batches.NUM_TOKENS
-    assert prometheus.value('max(penstock_batches_ended_total{status="completed"})') == 1 and prometheus.value("max(penstock_batch_lines_waiting)") == 0
+    assert (
+        prometheus.value('max(penstock_batches_ended_total{status="completed"})') == 1
+        and prometheus.value("max(penstock_batch_lines_waiting)") == 0
+    )
     begun_anew = prometheus.query(f"max by (replica) (resets(penstock_steps_total[{window}])) > 0")
     assert len(begun_anew) == 1, "only the one that was killed counts from 0 again"
-    names = [name for name in prometheus.ask("label/__name__/values") if name.startswith("penstock_") and name.endswith(("_total", "_count", "_bucket"))]
-    assert [name for name in names if prometheus.query(f'resets({name}{{replica=""}}[{window}]) > 0')] == [], "what gateways count only grows"
+    names = [
+        name
+        for name in prometheus.ask("label/__name__/values")
+        if name.startswith("penstock_") and name.endswith(("_total", "_count", "_bucket"))
+    ]
+    assert [name for name in names if prometheus.query(f'resets({name}{{replica=""}}[{window}]) > 0')] == [], (
+        "what gateways count only grows"
+    )
 
 
 def check_panels(prometheus: Prometheus) -> None:
@@ -229,7 +277,9 @@ def check_panels(prometheus: Prometheus) -> None:
             expression = target["expr"].replace("$__rate_interval", WINDOW).replace("$model", ".*")
             found = prometheus.query(expression)
             assert found, f"{panel['title']}: nothing for {expression}"
-            shown = ", ".join(f"{'/'.join(each['metric'].values()) or '-'} {float(each['value'][1]):.4g}" for each in found[:4])
+            shown = ", ".join(
+                f"{'/'.join(each['metric'].values()) or '-'} {float(each['value'][1]):.4g}" for each in found[:4]
+            )
             print(f"{panel['title']:<32} {target['legendFormat']:<24} {shown}", flush=True)
             assert all(float(each["value"][1]) >= 0 for each in found if each["value"][1] != "NaN"), expression
     print(f"ok: {len(panels)} panels", flush=True)

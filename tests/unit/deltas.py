@@ -21,7 +21,10 @@ def reasoning(said: str) -> Delta:
 def call(name: str, parts: list[str]) -> list[Delta]:
     """The deltas of a function call: its beginning, then its arguments."""
     made = Call(f"call_{name}", name, [])
-    return [Delta(calls=[part], kinds=["calls"]) for part in (CallDelta(0, made, is_new=True), *(CallDelta(0, made, each) for each in parts))]
+    return [
+        Delta(calls=[part], kinds=["calls"])
+        for part in (CallDelta(0, made, is_new=True), *(CallDelta(0, made, each) for each in parts))
+    ]
 
 
 def end(reason: str, stop: str | int | None = None) -> Delta:
@@ -29,7 +32,9 @@ def end(reason: str, stop: str | int | None = None) -> Delta:
 
 
 deltas = st.one_of(
-    st.builds(lambda said: [content(said)], text), st.builds(lambda said: [reasoning(said)], text), st.builds(call, st.sampled_from("fg"), st.lists(text))
+    st.builds(lambda said: [content(said)], text),
+    st.builds(lambda said: [reasoning(said)], text),
+    st.builds(call, st.sampled_from("fg"), st.lists(text)),
 )
 chats = st.lists(deltas, max_size=8).map(lambda found: [delta for part in found for delta in part])
 

@@ -13,13 +13,24 @@ NUM_BLOCKS, BLOCK_SIZE, MAX_SEQS, MAX_TOKENS = 24, 4, 5, 12
 
 
 def make_scheduler(
-    strategy: str = "predicted", *, blocks: BlockManager | None = None, num_blocks: int = NUM_BLOCKS, kind: type[Scheduler] = Scheduler, **limits: Any
+    strategy: str = "predicted",
+    *,
+    blocks: BlockManager | None = None,
+    num_blocks: int = NUM_BLOCKS,
+    kind: type[Scheduler] = Scheduler,
+    **limits: Any,
 ) -> Scheduler:
     blocks = blocks or BlockManager(num_blocks, BLOCK_SIZE)
-    return kind(blocks, make_admission(strategy, blocks), **{"max_num_seqs": MAX_SEQS, "max_batched_tokens": MAX_TOKENS, **limits})
+    return kind(
+        blocks,
+        make_admission(strategy, blocks),
+        **{"max_num_seqs": MAX_SEQS, "max_batched_tokens": MAX_TOKENS, **limits},
+    )
 
 
-def make_sequence(handle: int, prompt: list[int], max_tokens: int, *, prompt_logprobs: int | None = None, **fields: Any) -> Sequence:
+def make_sequence(
+    handle: int, prompt: list[int], max_tokens: int, *, prompt_logprobs: int | None = None, **fields: Any
+) -> Sequence:
     params = SamplingParams(max_tokens=max_tokens, prompt_logprobs=prompt_logprobs)
     return Sequence(Request(handle, str(handle), params, **fields), Tokens(list(prompt)))
 

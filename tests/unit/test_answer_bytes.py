@@ -1,4 +1,6 @@
-"""One answer in the bytes of each API: a thought, a text, a call, logprobs and an end. tests/recorded/answers/ has the bytes."""
+"""One answer in the bytes of each API: a thought, a text, a call, logprobs and an end.
+tests/recorded/answers/ has the bytes.
+"""
 
 import time
 from collections.abc import Callable
@@ -24,13 +26,40 @@ from shared.wire.logprobs import TokenLogprob, TopLogprob
 from shared.wire.messages import TokenEvent
 
 RECORDED = Path("tests/recorded/answers")
-TEXTS = ["<think>", "Hm", ".", "</think>", "Let ", "me ", "", "add.", "<tool_call>\n", '{"name": "add", "argu', 'ments": {"a": 1}', "}\n</tool", "_call>", ""]
+TEXTS = [
+    "<think>",
+    "Hm",
+    ".",
+    "</think>",
+    "Let ",
+    "me ",
+    "",
+    "add.",
+    "<tool_call>\n",
+    '{"name": "add", "argu',
+    'ments": {"a": 1}',
+    "}\n</tool",
+    "_call>",
+    "",
+]
 ASKED: dict[str, Any] = {"parallel_tool_calls": True, "tool_choice": "auto", "tools": [], "metadata": {}}
 
 
 def record_of(kind: str) -> ResponseRecord:
     parsing = None if kind == "text_completion" else Parsing("qwen3", "hermes", ("add",))
-    return ResponseRecord("resp_" + "0" * 32, kind, "name", 1, 1, 1, True, "model", parsing=parsing, fingerprint="fp_1", has_continuous_usage=True)
+    return ResponseRecord(
+        "resp_" + "0" * 32,
+        kind,
+        "name",
+        1,
+        1,
+        1,
+        True,
+        "model",
+        parsing=parsing,
+        fingerprint="fp_1",
+        has_continuous_usage=True,
+    )
 
 
 def event_of(number: int) -> TokenEvent:
@@ -45,9 +74,9 @@ EVENTS = [event_of(number) for number in range(len(TEXTS))]
 def chunks(kind: str) -> bytes:
     record = record_of(kind)
     choice, form = Choice.begin(0, record), format_for(record)
-    return b"".join(encode_event(chunk) for event in EVENTS for chunk in form.chunks(choice, event, choice.add(event))) + encode_event(
-        form.usage_chunk([choice])
-    )
+    return b"".join(
+        encode_event(chunk) for event in EVENTS for chunk in form.chunks(choice, event, choice.add(event))
+    ) + encode_event(form.usage_chunk([choice]))
 
 
 def folded(kind: str, make: Callable[[ResponseRecord], Translation]) -> bytes:
@@ -78,7 +107,12 @@ def test_usage_counts_each_prompt_once() -> None:
         for event in EVENTS:
             choice.add(event)
     used = usage_of(choices, 2)
-    assert (used.num_prompt_tokens, used.num_cached_tokens, used.num_output_tokens, used.num_reasoning_tokens) == (9, 4, 28, 6)
+    assert (used.num_prompt_tokens, used.num_cached_tokens, used.num_output_tokens, used.num_reasoning_tokens) == (
+        9,
+        4,
+        28,
+        6,
+    )
 
 
 @pytest.mark.parametrize("kind", ["chat.completion", "text_completion"])

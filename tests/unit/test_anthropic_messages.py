@@ -41,18 +41,31 @@ def test_what_the_package_makes_of_the_events_is_the_whole_message(chat: list[De
         if sent.get("delta", {}).get("type") != "input_json_delta":  # the deltas here are any texts, not JSON
             snapshot = accumulate_event(event=EVENT.validate_python(sent), current_snapshot=snapshot, json_bufs=buffers)
     whole = Message.model_validate(made.whole())
-    if whole.stop_reason == "max_tokens" and snapshot.content and snapshot.content[-1].type == "tool_use" and is_broken_off(last_arguments(chat)):
+    if (
+        whole.stop_reason == "max_tokens"
+        and snapshot.content
+        and snapshot.content[-1].type == "tool_use"
+        and is_broken_off(last_arguments(chat))
+    ):
         snapshot.content.pop()  # a stream has told of it already
     assert [block.type for block in snapshot.content] == [block.type for block in whole.content]
     for before, after in zip(snapshot.content, whole.content, strict=True):
         assert before.type == "tool_use" or getattr(before, before.type) == getattr(after, before.type)
-    assert (snapshot.stop_reason, snapshot.stop_sequence, snapshot.usage.output_tokens) == (whole.stop_reason, whole.stop_sequence, 4)
+    assert (snapshot.stop_reason, snapshot.stop_sequence, snapshot.usage.output_tokens) == (
+        whole.stop_reason,
+        whole.stop_sequence,
+        4,
+    )
     has_called = bool(begun(chat))
     reasons = {"stop": "tool_use" if has_called else "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
     assert whole.stop_reason == ("stop_sequence" if stop == "end" else reasons[end])
     assert whole.usage.input_tokens == 2 and whole.usage.cache_read_input_tokens == 1
-    assert "".join(block.text for block in whole.content if block.type == "text") == "".join(delta.content for delta in chat)
-    assert "".join(block.thinking for block in whole.content if block.type == "thinking") == "".join(delta.reasoning for delta in chat)
+    assert "".join(block.text for block in whole.content if block.type == "text") == "".join(
+        delta.content for delta in chat
+    )
+    assert "".join(block.thinking for block in whole.content if block.type == "thinking") == "".join(
+        delta.reasoning for delta in chat
+    )
 
 
 @pytest.mark.parametrize("arguments", ["", '{"a": ', '{"a": 1'])
@@ -76,14 +89,28 @@ def test_a_call_s_arguments_are_an_object() -> None:
 def test_blocks_become_messages_with_calls_and_their_answers() -> None:
     conversation = [
         {"role": "user", "content": "Weather?"},
-        {"role": "assistant", "content": [
-            {"type": "thinking", "thinking": "Hm.", "signature": ""}, {"type": "text", "text": "Let me see."},
-            {"type": "tool_use", "id": "call_1", "name": "weather", "input": {"at": "here"}, "toolset_name": None},  # as the package dumps a block of ours
-        ]},
-        {"role": "user", "content": [
-            {"type": "tool_result", "tool_use_id": "call_1", "content": [{"type": "text", "text": "rain"}]}, {"type": "text", "text": "So?"},
-        ]},
-    ]  # fmt: skip
+        {
+            "role": "assistant",
+            "content": [
+                {"type": "thinking", "thinking": "Hm.", "signature": ""},
+                {"type": "text", "text": "Let me see."},
+                {
+                    "type": "tool_use",
+                    "id": "call_1",
+                    "name": "weather",
+                    "input": {"at": "here"},
+                    "toolset_name": None,
+                },  # as the package dumps a block of ours
+            ],
+        },
+        {
+            "role": "user",
+            "content": [
+                {"type": "tool_result", "tool_use_id": "call_1", "content": [{"type": "text", "text": "rain"}]},
+                {"type": "text", "text": "So?"},
+            ],
+        },
+    ]
     call = {"id": "call_1", "type": "function", "function": {"name": "weather", "arguments": '{"at":"here"}'}}
     assert read_messages(conversation) == [
         (0, {"role": "user", "content": "Weather?"}),
@@ -96,24 +123,53 @@ def test_blocks_become_messages_with_calls_and_their_answers() -> None:
 def test_messages_of_one_role_that_follow_each_other_are_one_turn() -> None:
     call = {"type": "tool_use", "id": "c", "name": "f", "input": {}}
     seen = {"type": "image", "source": {"type": "url", "url": "http://x/y.png"}}
-    assert read_messages([
-        {"role": "user", "content": "One."}, {"role": "user", "content": [{"type": "text", "text": "Two."}]}, {"role": "user", "content": ""},
-        {"role": "assistant", "content": [{"type": "thinking", "thinking": "Hm.", "signature": ""}]}, {"role": "assistant", "content": "Well."},
-        {"role": "assistant", "content": [call]},
-        {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "c", "content": "3"}, {"type": "text", "text": "So?"}]},
-        {"role": "user", "content": [seen]},
-        {"role": "system", "content": "Be brief."}, {"role": "system", "content": "Now."},
-    ]) == [
+    assert read_messages(
+        [
+            {"role": "user", "content": "One."},
+            {"role": "user", "content": [{"type": "text", "text": "Two."}]},
+            {"role": "user", "content": ""},
+            {"role": "assistant", "content": [{"type": "thinking", "thinking": "Hm.", "signature": ""}]},
+            {"role": "assistant", "content": "Well."},
+            {"role": "assistant", "content": [call]},
+            {
+                "role": "user",
+                "content": [
+                    {"type": "tool_result", "tool_use_id": "c", "content": "3"},
+                    {"type": "text", "text": "So?"},
+                ],
+            },
+            {"role": "user", "content": [seen]},
+            {"role": "system", "content": "Be brief."},
+            {"role": "system", "content": "Now."},
+        ]
+    ) == [
         (0, {"role": "user", "content": "One.\n\nTwo."}),
-        (3, {"role": "assistant", "content": "Well.", "reasoning_content": "Hm.", "tool_calls": [
-            {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}},
-        ]}),
+        (
+            3,
+            {
+                "role": "assistant",
+                "content": "Well.",
+                "reasoning_content": "Hm.",
+                "tool_calls": [
+                    {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}},
+                ],
+            },
+        ),
         (6, {"role": "tool", "tool_call_id": "c", "content": "3"}),
-        (6, {"role": "user", "content": [
-            {"type": "text", "text": "So?"}, {"type": "text", "text": "\n\n"}, {"type": "image_url", "image_url": {"url": "http://x/y.png"}},
-        ]}),
-        (8, {"role": "system", "content": "Be brief."}), (9, {"role": "system", "content": "Now."}),
-    ]  # fmt: skip
+        (
+            6,
+            {
+                "role": "user",
+                "content": [
+                    {"type": "text", "text": "So?"},
+                    {"type": "text", "text": "\n\n"},
+                    {"type": "image_url", "image_url": {"url": "http://x/y.png"}},
+                ],
+            },
+        ),
+        (8, {"role": "system", "content": "Be brief."}),
+        (9, {"role": "system", "content": "Now."}),
+    ]
 
 
 @pytest.mark.parametrize(
@@ -139,13 +195,28 @@ def test_a_wrong_field_has_anthropic_s_name(more: dict[str, Any], param: str) ->
 
 
 def test_a_line_of_a_batch_with_a_thread_has_the_error_that_the_package_knows() -> None:
-    error = {"message": "thread: no", "type": "invalid_request_error", "param": "thread", "code": "thread_unsupported_request"}
-    line = {"custom_id": "a", "response": {"status_code": 400, "request_id": "r", "body": {"error": error}}, "error": None}
+    error = {
+        "message": "thread: no",
+        "type": "invalid_request_error",
+        "param": "thread",
+        "code": "thread_unsupported_request",
+    }
+    line = {
+        "custom_id": "a",
+        "response": {"status_code": 400, "request_id": "r", "body": {"error": error}},
+        "error": None,
+    }
     told = result_of(line)["result"]["error"]["error"]
-    assert told == {"type": "invalid_request_error", "message": "thread: no", "details": {"error_code": "thread_unsupported_request"}}
+    assert told == {
+        "type": "invalid_request_error",
+        "message": "thread: no",
+        "details": {"error_code": "thread_unsupported_request"},
+    }
 
 
 def test_an_error_in_a_stream_is_an_event() -> None:
     made = MessageEvents(make_record("message", "m", "m"))
     (event,) = made.failed(RequestError("lost", 500), USAGE)
-    assert made.encode(event) == b'event: error\ndata: {"type":"error","error":{"type":"api_error","message":"lost"}}\n\n'
+    assert (
+        made.encode(event) == b'event: error\ndata: {"type":"error","error":{"type":"api_error","message":"lost"}}\n\n'
+    )

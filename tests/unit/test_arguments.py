@@ -14,12 +14,16 @@ from services.simulator.__main__ import simulate
         ("statsu", "no command 'statsu': did you mean status?"),
         (
             "launch",
-            "no command 'launch': it is one of up, serve, status, chat, batch, pull, models, keys, simulate, quantize, train-heads, build-kernels, make-model",
+            "no command 'launch': it is one of up, serve, status, chat, batch, pull, models, keys, simulate, "
+            "quantize, train-heads, build-kernels, make-model",
         ),
         ("", "COMMAND is missing; penstock --help shows how it is used"),
         ("--verson", "no flag '--verson': did you mean --version?; penstock --help lists them"),
         ("keys add team --rpm -1", "--rpm: '-1' is not a whole number above 0"),
-        ("keys add team --models ,", "--models names no model, so the key would be good for nothing; without it, all are meant"),
+        (
+            "keys add team --models ,",
+            "--models names no model, so the key would be good for nothing; without it, all are meant",
+        ),
         ("serve", "STAGE is missing; penstock serve --help shows how it is used"),
         ("serve samplr", "no stage 'samplr': did you mean sampler?"),
         ("up --prot 9000", "no flag '--prot': did you mean --port?; penstock up --help lists them"),
@@ -44,7 +48,9 @@ def test_a_slip_is_one_line(command: str, line: str, capsys: pytest.CaptureFixtu
     assert capsys.readouterr().err == f"penstock: {line}\n"
 
 
-@pytest.mark.parametrize("command", ["", "up", "serve", "status", "chat", "pull", "models", "quantize", "build-kernels", "make-model"])
+@pytest.mark.parametrize(
+    "command", ["", "up", "serve", "status", "chat", "pull", "models", "quantize", "build-kernels", "make-model"]
+)
 def test_every_help_has_an_example(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as left:
         main([*command.split(), "--help"])
@@ -57,7 +63,10 @@ def test_every_help_has_an_example(command: str, capsys: pytest.CaptureFixture[s
 def test_simulate_is_as_brief(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         simulate(["--modle", "x"])
-    assert capsys.readouterr().err == "penstock: no flag '--modle': did you mean --model?; penstock simulate --help lists them\n"
+    assert (
+        capsys.readouterr().err
+        == "penstock: no flag '--modle': did you mean --model?; penstock simulate --help lists them\n"
+    )
 
 
 def test_simulate_says_what_a_file_lacks(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -68,7 +77,9 @@ def test_simulate_says_what_a_file_lacks(capsys: pytest.CaptureFixture[str], tmp
     assert "no checkpoint folder (No such file or directory), and not one of" in capsys.readouterr().err
 
 
-def test_help_behind_a_stage_is_the_stage_s(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_help_behind_a_stage_is_the_stage_s(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("sys.argv", [])
     with pytest.raises(SystemExit) as left:
         main(["serve", "sampler", "--help"])

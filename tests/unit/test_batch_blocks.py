@@ -1,4 +1,6 @@
-"""Blocks of a batch that are being answered: whatever their answers weigh, little of it is in memory, and all of it is written, in order."""
+"""Blocks of a batch that are being answered: whatever their answers weigh, little of it is in
+memory, and all of it is written, in order.
+"""
 
 import asyncio
 from pathlib import Path
@@ -23,7 +25,9 @@ def in_memory(*opened: Block) -> int:
 
 
 @pytest.mark.parametrize("at_once", [False, True])
-def test_long_answers_are_laid_by_and_written_in_order(at_once: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_answers_are_laid_by_and_written_in_order(
+    at_once: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(blocks, "HELD_BYTES", 3 * NUM_BYTES)
     storage = Storage(str(tmp_path))
 
@@ -39,7 +43,9 @@ def test_long_answers_are_laid_by_and_written_in_order(at_once: bool, tmp_path: 
             for each in settling:
                 kept.append(await each)
                 assert in_memory(*(block for block in (first, second) if len(block.found) < NUM_LINES)) <= 3 * NUM_BYTES
-                assert opened.totals.completed == sum(len(block.found) for block in (first, second) if len(block.found) < NUM_LINES)
+                assert opened.totals.completed == sum(
+                    len(block.found) for block in (first, second) if len(block.found) < NUM_LINES
+                )
         assert [each for each in kept if each is not None] == [Totals(completed=NUM_LINES, output_tokens=45)] * 2
         assert opened.totals == Totals()
 

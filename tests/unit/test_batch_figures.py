@@ -39,12 +39,16 @@ def test_a_new_batch_does_not_have_the_age_of_one_that_ended(tmp_path: Path) -> 
     assert found["penstock_batch_oldest_seconds"] < 60 and found["penstock_batch_longest_pause_seconds"] < 60
 
 
-def test_of_an_owners_batches_those_that_ended_first_are_forgotten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_an_owners_batches_those_that_ended_first_are_forgotten(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async def kept(url: str) -> tuple[list[str], int]:
         client, now = redis.asyncio.Redis.from_url(url), int(time.time())
         store = BatchStore(client)
         for number in range(6):
-            await store.create(BatchRecord(f"batch_{number}", EVERYBODY, "/v1/completions", "file-x", "24h", now, now + 60))
+            await store.create(
+                BatchRecord(f"batch_{number}", EVERYBODY, "/v1/completions", "file-x", "24h", now, now + 60)
+            )
             if number not in (0, 5):
                 await store.move(f"batch_{number}", ("validating",), "failed")
         found = [each.record.batch_id for each in await store.list_of("", None, 100)]

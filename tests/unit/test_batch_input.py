@@ -34,16 +34,27 @@ def test_a_line_weighs_what_its_answer_may_take(body: dict[str, Any], weight: in
 
 
 @pytest.mark.parametrize(
-    ("body", "sizes"), [({"prompt": "x"}, [100, 100, 50]), ({"prompt": "x", "logprobs": 4}, [100, 100, 50]), ({"prompt": "x", "n": 300}, [1] * 250)]
+    ("body", "sizes"),
+    [
+        ({"prompt": "x"}, [100, 100, 50]),
+        ({"prompt": "x", "logprobs": 4}, [100, 100, 50]),
+        ({"prompt": "x", "n": 300}, [1] * 250),
+    ],
 )
 def test_blocks_have_all_lines_in_order(body: dict[str, Any], sizes: list[int], tmp_path: Path) -> None:
     storage = Storage(str(tmp_path))
-    lines = [{"custom_id": f"{number:03}", "method": "POST", "url": "/v1/completions", "body": {"model": "m"} | body} for number in reversed(range(250))]
+    lines = [
+        {"custom_id": f"{number:03}", "method": "POST", "url": "/v1/completions", "body": {"model": "m"} | body}
+        for number in reversed(range(250))
+    ]
     storage.write("in", "\n".join(map(json.dumps, lines)).encode())
     checked = check_input(storage, "in", "batch_a", "/v1/completions", 1000)
     assert (checked.total, checked.model, checked.errors) == (250, "m", [])
     index = read_index(storage, "batch_a")
-    blocks = [read_block(storage, "batch_a", "/v1/completions", *index[number : number + 2]) for number in range(len(index) - 1)]
+    blocks = [
+        read_block(storage, "batch_a", "/v1/completions", *index[number : number + 2])
+        for number in range(len(index) - 1)
+    ]
     assert [len(block) for block in blocks] == sizes
     assert [line.custom_id for block in blocks for line in block] == [f"{number:03}" for number in range(250)]
 
@@ -54,7 +65,9 @@ def test_a_byte_order_mark_and_empty_lines_are_no_requests(tmp_path: Path) -> No
     storage.write("in", codecs.BOM_UTF8 + b"\n\r\n" + json.dumps(line).encode() + b"\r\n  \n")
     assert check_input(storage, "in", "batch_a", "/v1/completions", 1000).total == 1
     storage.write("in", codecs.BOM_UTF8 + json.dumps(line).encode() + b"\n" + codecs.BOM_UTF8)
-    assert [each["line"] for each in check_input(storage, "in", "batch_a", "/v1/completions", 1000).errors] == [2], "in the middle it is a mistake"
+    assert [each["line"] for each in check_input(storage, "in", "batch_a", "/v1/completions", 1000).errors] == [2], (
+        "in the middle it is a mistake"
+    )
 
 
 def test_an_answer_is_one_line_however_lines_are_split() -> None:

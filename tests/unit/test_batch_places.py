@@ -25,7 +25,12 @@ def test_a_line_that_waits_for_its_tenants_limit_holds_no_places(redis_url: str,
     settings = JobsSettings(redis_url=redis_url, files_url=str(tmp_path / "files"), batch_requests=8)
     runtime = JobsRuntime(settings, Stage("jobs", settings))
     record = make_record("text_completion", "m", "m", n=8, key="a", is_background=True)
-    asked = Asked(record, [GenerateRequest(each, None, "m", SamplingParams(max_tokens=1), prompt="x") for each in record.request_ids], b"", lambda *_: None)  # type: ignore[arg-type]
+    asked = Asked(
+        record,
+        [GenerateRequest(each, None, "m", SamplingParams(max_tokens=1), prompt="x") for each in record.request_ids],
+        b"",
+        lambda *_: None,  # type: ignore[arg-type]
+    )
     now = int(time.time())
     batch = Batch(BatchRecord("batch_a", TENANT, "/v1/completions", "file-x", "24h", now, now + 60), "in_progress", {})
 

@@ -34,7 +34,12 @@ def lifeline(tmp_path: Path) -> Iterator[Lifeline]:
     yield lifeline
     for file in (lifeline._own, lifeline._shared):
         file.close()
-    for descriptor in (lifeline._launcher_lives, lifeline._only_launcher_writes, lifeline._anyone_lives, lifeline._launcher_and_stages_write):
+    for descriptor in (
+        lifeline._launcher_lives,
+        lifeline._only_launcher_writes,
+        lifeline._anyone_lives,
+        lifeline._launcher_and_stages_write,
+    ):
         os.close(descriptor)
 
 
@@ -55,7 +60,9 @@ def test_a_broken_append_only_file_is_named_with_the_command_that_mends_it(lifel
     launcher.lifeline = lifeline
     launcher.servers = [Child(REDIS, partial(start_server, tmp_path, inherited=lifeline.of_redis))]
     ends_at = time.monotonic() + 60
-    with pytest.raises(StartupError, match="the embedded Redis can't start: Bad file format reading the append only file") as raised:
+    with pytest.raises(
+        StartupError, match="the embedded Redis can't start: Bad file format reading the append only file"
+    ) as raised:
         while time.monotonic() < ends_at:
             launcher._keep_alive()
             time.sleep(0.02)
@@ -74,7 +81,9 @@ def test_a_broken_append_only_file_is_named_with_the_command_that_mends_it(lifel
 
 
 def test_other_last_words_are_told_as_they_are(tmp_path: Path) -> None:
-    (tmp_path / "redis.log").write_text("1:M 1 Jan * starting\n1:M 1 Jan # Failed listening on port 1, aborting.\n1:M 1 Jan * bye\n")
+    (tmp_path / "redis.log").write_text(
+        "1:M 1 Jan * starting\n1:M 1 Jan # Failed listening on port 1, aborting.\n1:M 1 Jan * bye\n"
+    )
     assert why_it_ended(tmp_path) == "Failed listening on port 1, aborting."
     (tmp_path / "redis.log").write_text("")
     assert why_it_ended(tmp_path).endswith("redis.log says more")

@@ -52,7 +52,12 @@ class Terminal:
     """A display, and the screen that it draws on."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, width: int = 40, height: int = 24) -> None:
-        for name, value in (("TERM", "xterm-256color"), ("COLUMNS", str(width)), ("LINES", str(height)), ("FORCE_COLOR", "1")):
+        for name, value in (
+            ("TERM", "xterm-256color"),
+            ("COLUMNS", str(width)),
+            ("LINES", str(height)),
+            ("FORCE_COLOR", "1"),
+        ):
             monkeypatch.setenv(name, value)
         monkeypatch.setattr(display, "DRAW_EVERY_S", 0.0)
         monkeypatch.setattr(display, "DRAWING_SHARE", 0.0)
@@ -84,7 +89,9 @@ def test_an_answer_looks_the_same_whatever_pieces_it_came_in(monkeypatch: pytest
         pieces.display.text(ANSWER[start : start + size])
     pieces.display.end()
     assert pieces.lines() == whole.lines()
-    assert "" not in [a for a, b in zip(whole.lines(), whole.lines()[1:], strict=False) if a == b], "one empty line between blocks, never two"
+    assert "" not in [a for a, b in zip(whole.lines(), whole.lines()[1:], strict=False) if a == b], (
+        "one empty line between blocks, never two"
+    )
 
 
 def test_what_does_not_change_is_not_written_again(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,6 @@
-"""The chat's client against servers of all makes, over real HTTP: what they send, where they break off, and what they say when they refuse."""
+"""The chat's client against servers of all makes, over real HTTP: what they send, where they break
+off, and what they say when they refuse.
+"""
 
 import json
 import sys
@@ -61,12 +63,18 @@ class Handler(BaseHTTPRequestHandler):
 
 
 def stream(*events: Any, is_whole: bool = True, first_id: int = 0) -> Callable[[Handler], None]:
-    """A step: these chunks' deltas (or what else is no str) as server-sent events. One that is not whole breaks off after them."""
+    """A step: these chunks' deltas (or what else is no str) as server-sent events. One that is not
+    whole breaks off after them.
+    """
 
     def step(handler: Handler) -> None:
         lines = []
         for number, event in enumerate(events, first_id + 1):
-            chunk = {"id": "chatcmpl-1", "choices": [{"index": 0, "delta": {"content": event}}]} if isinstance(event, str) else event
+            chunk = (
+                {"id": "chatcmpl-1", "choices": [{"index": 0, "delta": {"content": event}}]}
+                if isinstance(event, str)
+                else event
+            )
             lines.append(f"id: {number}\ndata: {json.dumps(chunk)}\n\n")
         body = ": waiting\n" + "".join(lines) + ("data: [DONE]\n\n" if is_whole else "")
         if is_whole:
@@ -144,7 +152,9 @@ def test_an_answer_that_breaks_off_goes_on_where_it_was(penstock: Script) -> Non
     assert text_of(answer(penstock)) == "one two three four"
     _, first, *resumed = penstock.asked
     assert first[3]["stream_options"] == {"include_usage": True, "include_position": True}
-    assert [(path, headers["Last-Event-ID"]) for _, path, headers, _ in resumed] == [("/v1/streams/chatcmpl-1", number) for number in ("2", "2", "3")]
+    assert [(path, headers["Last-Event-ID"]) for _, path, headers, _ in resumed] == [
+        ("/v1/streams/chatcmpl-1", number) for number in ("2", "2", "3")
+    ]
 
 
 def test_a_request_that_never_began_is_sent_again(penstock: Script) -> None:
@@ -155,7 +165,10 @@ def test_a_request_that_never_began_is_sent_again(penstock: Script) -> None:
 
 def test_what_goes_wrong_is_one_clear_error(script: Script, monkeypatch: pytest.MonkeyPatch) -> None:
     for step, message in (
-        (refuse(401, {"error": {"message": "no such key"}}), "no such key (a key goes into PENSTOCK_API_KEY or OPENAI_API_KEY)"),
+        (
+            refuse(401, {"error": {"message": "no such key"}}),
+            "no such key (a key goes into PENSTOCK_API_KEY or OPENAI_API_KEY)",
+        ),
         (refuse(404, {"error": "model 'small' not found"}), "model 'small' not found"),  # as Ollama says it
         (refuse(502, "<html>bad gateway</html>"), "HTTP 502 Bad Gateway"),
         (refuse(200, "<html>welcome</html>"), "the server does not stream"),
@@ -194,7 +207,10 @@ class Clock:
 
 def test_a_penstock_that_does_not_come_back_is_given_up(penstock: Script, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chat_server, "time", Clock())
-    penstock.steps = [stream("half", is_whole=False), *[refuse(503, {"error": {"message": "no compute is alive"}})] * 30]
+    penstock.steps = [
+        stream("half", is_whole=False),
+        *[refuse(503, {"error": {"message": "no compute is alive"}})] * 30,
+    ]
     client = Server(penstock.url)
     client.models()
     notices = []
@@ -206,7 +222,9 @@ def test_a_penstock_that_does_not_come_back_is_given_up(penstock: Script, monkey
 
 
 def test_the_oldest_turns_go_when_the_context_is_full(script: Script, capsys: pytest.CaptureFixture[str]) -> None:
-    full = {"error": {"message": "This model's maximum context length is 100 tokens. …", "code": "context_length_exceeded"}}
+    full = {
+        "error": {"message": "This model's maximum context length is 100 tokens. …", "code": "context_length_exceeded"}
+    }
     script.steps = [stream("one", END, USAGE), stream("two", END, USAGE), refuse(400, full), stream("three", END)]
     client = Server(script.url)
     chat = Chat(client, ChatSettings(script.url), PlainDisplay(sys.stdout, sys.stderr))
@@ -214,7 +232,12 @@ def test_the_oldest_turns_go_when_the_context_is_full(script: Script, capsys: py
         assert chat.ask(question) is not None
     client.close()
     said = [[message["content"] for message in body["messages"]] for _, _, _, body in script.asked if body]
-    assert said == [["first"], ["first", "one", "second"], ["first", "one", "second", "two", "third"], ["second", "two", "third"]]
+    assert said == [
+        ["first"],
+        ["first", "one", "second"],
+        ["first", "one", "second", "two", "third"],
+        ["second", "two", "third"],
+    ]
     assert "forgot the oldest turn of this chat" in capsys.readouterr().err
 
 
@@ -225,5 +248,12 @@ def test_trimming_keeps_room_for_an_answer() -> None:
     assert [turn.num_tokens for turn in conversation.turns] == [30, 30, 30]
     assert conversation.trim("short", 200) == 0
     assert conversation.trim("short", 100) == 1, "60 tokens, and 25 to answer in"
-    assert [message["content"] for message in conversation.messages("short")] == ["Be brief.", "question 1", "answer", "question 2", "answer", "short"]
+    assert [message["content"] for message in conversation.messages("short")] == [
+        "Be brief.",
+        "question 1",
+        "answer",
+        "question 2",
+        "answer",
+        "short",
+    ]
     assert conversation.trim("long " * 1000, 100) == 2 and not conversation.turns

@@ -17,20 +17,29 @@ from tests.close_draws import close_draws
 from tests.examples import examples
 
 
-def draws_of(logits: Array, num_draws: int, *, tail_mass: float = 0.0, num_kept: int | None = None, temperature: float = 1.0) -> Draws:
+def draws_of(
+    logits: Array, num_draws: int, *, tail_mass: float = 0.0, num_kept: int | None = None, temperature: float = 1.0
+) -> Draws:
     """One row of logits [K], falling, at positions from 1 of a request with seed 3."""
     count = len(logits)
     return Draws(
-        np.broadcast_to(logits.astype(np.float32), (num_draws, count)), np.broadcast_to(np.arange(count, dtype=np.int32) * 7, (num_draws, count)),
-        np.full(num_draws, num_kept or count, np.int32), np.full(num_draws, tail_mass), np.full(num_draws, temperature), np.full(num_draws, 3, np.uint64),
+        np.broadcast_to(logits.astype(np.float32), (num_draws, count)),
+        np.broadcast_to(np.arange(count, dtype=np.int32) * 7, (num_draws, count)),
+        np.full(num_draws, num_kept or count, np.int32),
+        np.full(num_draws, tail_mass),
+        np.full(num_draws, temperature),
+        np.full(num_draws, 3, np.uint64),
         np.arange(1, num_draws + 1, dtype=np.int32),
-    )  # fmt: skip
+    )
 
 
 def test_the_kept_and_the_tail_are_drawn_by_their_weights() -> None:
     weights = np.array([8.0, 4.0, 2.0, 1.0])
     columns = decide(draws_of(np.log(weights) * 0.7, 50_000, temperature=0.7, num_kept=3))
-    assert stats.chisquare(np.bincount(columns, minlength=4)[:3], weights[:3] / weights[:3].sum() * 50_000).pvalue > 1e-3 and columns.max() == 2
+    assert (
+        stats.chisquare(np.bincount(columns, minlength=4)[:3], weights[:3] / weights[:3].sum() * 50_000).pvalue > 1e-3
+        and columns.max() == 2
+    )
     columns = decide(draws_of(np.log(weights), 50_000, tail_mass=5 / 8))
     assert stats.chisquare(np.bincount(columns), np.append(weights, 5) / 20 * 50_000).pvalue > 1e-3
 
@@ -50,15 +59,21 @@ def test_a_row_s_draw_depends_on_the_row_alone() -> None:
     rng = np.random.default_rng(2)
     num_kept = rng.integers(1, 9, 300).astype(np.int32)
     together = Draws(
-        -np.sort(-rng.normal(size=(300, 8)).astype(np.float32), axis=1), rng.permuted(np.arange(2400, dtype=np.int32)).reshape(300, 8), num_kept,
-        np.where((num_kept == 8) & (rng.random(300) < 0.5), 0.7, 0.0), rng.uniform(0.2, 2.0, 300), rng.integers(0, 1 << 63, 300).astype(np.uint64),
+        -np.sort(-rng.normal(size=(300, 8)).astype(np.float32), axis=1),
+        rng.permuted(np.arange(2400, dtype=np.int32)).reshape(300, 8),
+        num_kept,
+        np.where((num_kept == 8) & (rng.random(300) < 0.5), 0.7, 0.0),
+        rng.uniform(0.2, 2.0, 300),
+        rng.integers(0, 1 << 63, 300).astype(np.uint64),
         rng.integers(1, 99, 300).astype(np.int32),
-    )  # fmt: skip
+    )
     columns = decide(together)
     for row in range(300):
         one = Draws(*(getattr(together, each.name)[row : row + 1] for each in dataclasses.fields(Draws)))
         assert decide(one)[0] == columns[row]
-        narrow = dataclasses.replace(one, logits=one.logits[:, : num_kept[row]], token_ids=one.token_ids[:, : num_kept[row]])
+        narrow = dataclasses.replace(
+            one, logits=one.logits[:, : num_kept[row]], token_ids=one.token_ids[:, : num_kept[row]]
+        )
         assert decide(narrow)[0] == columns[row]
 
 
@@ -71,7 +86,9 @@ def test_close_draws_are_decided_by_our_logarithm(monkeypatch: pytest.MonkeyPatc
     assert decide(close).tolist() == expected
     exact = np.log
     for towards in (-np.inf, np.inf):
-        monkeypatch.setattr(np, "log", lambda x, out=None, towards=towards: np.nextafter(exact(x, out=out), towards, out=out))
+        monkeypatch.setattr(
+            np, "log", lambda x, out=None, towards=towards: np.nextafter(exact(x, out=out), towards, out=out)
+        )
         assert decide(close).tolist() == expected
 
 
@@ -87,12 +104,24 @@ def agreement(target: Array, draft: Array, num_draws: int) -> float:
 
 
 @examples(60)
-@given(size=st.integers(2, 40), spread=st.sampled_from([0.5, 1.5, 3.0]), error=st.sampled_from([0.0, 0.1, 0.5, 2.0]), seed=st.integers(0, 1 << 30))
-def test_a_draft_by_the_same_noise_agrees_as_often_as_is_promised(size: int, spread: float, error: float, seed: int) -> None:
-    """At least in (1 - d) / (1 + d) of the draws, at a distance d in total variation; and never more often than anybody could, 1 - d."""
+@given(
+    size=st.integers(2, 40),
+    spread=st.sampled_from([0.5, 1.5, 3.0]),
+    error=st.sampled_from([0.0, 0.1, 0.5, 2.0]),
+    seed=st.integers(0, 1 << 30),
+)
+def test_a_draft_by_the_same_noise_agrees_as_often_as_is_promised(
+    size: int, spread: float, error: float, seed: int
+) -> None:
+    """At least in (1 - d) / (1 + d) of the draws, at a distance d in total variation; and never
+    more often than anybody could, 1 - d.
+    """
     rng = np.random.default_rng(seed)
     logits = rng.normal(size=size) * spread
-    target, draft = (np.exp(each - each.max()) / np.exp(each - each.max()).sum() for each in (logits, logits + rng.normal(size=size) * error))
+    target, draft = (
+        np.exp(each - each.max()) / np.exp(each - each.max()).sum()
+        for each in (logits, logits + rng.normal(size=size) * error)
+    )
     distance = 0.5 * np.abs(target - draft).sum()
     found = agreement(target, draft, 4_000)
     slack = 4.0 * 0.5 / np.sqrt(4_000)  # four standard deviations

@@ -1,4 +1,6 @@
-"""A value that is nested too deep, or holds endless numbers or no JSON, is a client's error or a model's text, wherever it stands: nothing else is raised."""
+"""A value that is nested too deep, or holds endless numbers or no JSON, is a client's error or a
+model's text, wherever it stands: nothing else is raised.
+"""
 
 import json
 import pickle
@@ -37,25 +39,49 @@ from tests.hostile.depths import HERE, LEAVES, LIMITS, content_of, nested, place
 
 ROUNDS = range(40)  # one of them in `make test`
 WRAPPED = (  # a call with arguments of its own, in each form
-    '<tool_call>{"name": "f", "arguments": %s}</tool_call>', '<tool_call>{"arguments": %s, "name": "f"}</tool_call>',
-    '<|python_tag|>{"name": "f", "parameters": %s}', "[TOOL_CALLS]f[ARGS]%s", '[TOOL_CALLS][{"name": "f", "arguments": %s}]',
-    '<|tool_call|>[{"arguments": %s, "name": "f"}]', "[f(a=%s)]", "<|python_start|>[f(a=%s)]<|python_end|>", "%s",
-    "<start_function_call>call:f{a:%s}<end_function_call>", '[{"name": "f", "parameters": %s}]',
-    "<tool_call><function=f><parameter=a>\n%s\n</parameter></function></tool_call>", "<|channel|>commentary to=functions.f<|message|>%s<|call|>",
-)  # fmt: skip
+    '<tool_call>{"name": "f", "arguments": %s}</tool_call>',
+    '<tool_call>{"arguments": %s, "name": "f"}</tool_call>',
+    '<|python_tag|>{"name": "f", "parameters": %s}',
+    "[TOOL_CALLS]f[ARGS]%s",
+    '[TOOL_CALLS][{"name": "f", "arguments": %s}]',
+    '<|tool_call|>[{"arguments": %s, "name": "f"}]',
+    "[f(a=%s)]",
+    "<|python_start|>[f(a=%s)]<|python_end|>",
+    "%s",
+    "<start_function_call>call:f{a:%s}<end_function_call>",
+    '[{"name": "f", "parameters": %s}]',
+    "<tool_call><function=f><parameter=a>\n%s\n</parameter></function></tool_call>",
+    "<|channel|>commentary to=functions.f<|message|>%s<|call|>",
+)
 KIND_OF = {
-    "/v1/chat/completions": "ChatCompletionBody", "/v1/messages": "MessagesBody", "/v1/messages/count_tokens": "CountTokensBody",
-    "/v1/messages/batches": "MessageBatchBody", "/api/chat": "OllamaChatBody", "/api/generate": "OllamaGenerateBody", "/v1/responses": "ResponseBody",
-    "/tokenize": "TokenizeBody", "/v1/completions": "CompletionBody", "/completion": "LlamaCompletionBody", "/infill": "InfillBody",
-    "/v1/embeddings": "EmbeddingBody", "/api/embed": "OllamaEmbedBody", "/v1/prompt_modules": "PromptModulesBody", "/detokenize": "DetokenizeBody",
-    "/rerank": "RerankBody", "/score": "ScoreBody", "/classify": "ClassificationBody", "/v1/batches": "BatchBody",
-}  # fmt: skip
+    "/v1/chat/completions": "ChatCompletionBody",
+    "/v1/messages": "MessagesBody",
+    "/v1/messages/count_tokens": "CountTokensBody",
+    "/v1/messages/batches": "MessageBatchBody",
+    "/api/chat": "OllamaChatBody",
+    "/api/generate": "OllamaGenerateBody",
+    "/v1/responses": "ResponseBody",
+    "/tokenize": "TokenizeBody",
+    "/v1/completions": "CompletionBody",
+    "/completion": "LlamaCompletionBody",
+    "/infill": "InfillBody",
+    "/v1/embeddings": "EmbeddingBody",
+    "/api/embed": "OllamaEmbedBody",
+    "/v1/prompt_modules": "PromptModulesBody",
+    "/detokenize": "DetokenizeBody",
+    "/rerank": "RerankBody",
+    "/score": "ScoreBody",
+    "/classify": "ClassificationBody",
+    "/v1/batches": "BatchBody",
+}
 NAMED = {each.__name__: each for each in BODIES}
 
 
 def read_in_parts(text: str, form: str, reasoning: str, step: int) -> list[Piece]:
     parser = AnswerParser(Parsing(reasoning, form, ("f",), texts=("f.b",)))
-    return merged([piece for at in range(0, len(text), step) for piece in parser.feed(text[at : at + step])] + parser.finish())
+    return merged(
+        [piece for at in range(0, len(text), step) for piece in parser.feed(text[at : at + step])] + parser.finish()
+    )
 
 
 @pytest.mark.parametrize(
@@ -94,7 +120,10 @@ def test_what_may_be_read_may_be_written_and_no_deeper() -> None:
                 check('{"a":' * levels + "1" + "}" * levels)
     check_text("[" * 500)  # no JSON
     check_depth({"a": [{}] * 1000}, 3)
-    assert write_json({"a": "\ud800", "é": "ü"}) == '{"a": "\\ud800", "\\u00e9": "\\u00fc"}' and write_json({"é": 1}) == '{"é": 1}'
+    assert (
+        write_json({"a": "\ud800", "é": "ü"}) == '{"a": "\\ud800", "\\u00e9": "\\u00fc"}'
+        and write_json({"é": 1}) == '{"é": 1}'
+    )
     for value in (float("nan"), float("inf"), int("9" * MAX_DIGITS) * 100):
         with pytest.raises(ValueError, match=r"JSON|digit"):
             write_json([value])
@@ -106,7 +135,10 @@ def test_no_answer_raises_and_calls_are_json(number: int) -> None:
     rng = random.Random(number)
     for form in ("", *TOOL_CALLS, *FORCED):
         for _ in range(40):
-            text = "".join(rng.choice(WRAPPED) % nested_any(rng) if rng.random() < 0.9 else rng.choice("<[{ x") for _ in range(rng.choice((1, 1, 2))))
+            text = "".join(
+                rng.choice(WRAPPED) % nested_any(rng) if rng.random() < 0.9 else rng.choice("<[{ x")
+                for _ in range(rng.choice((1, 1, 2)))
+            )
             if rng.random() < 0.2:  # the arguments as a text of JSON
                 text = '<tool_call>{"name": "f", "arguments": ' + json.dumps(nested_any(rng)) + "}</tool_call>"
             text = text[:100_000]
@@ -199,15 +231,34 @@ def test_arguments_as_a_text_are_nested_no_deeper() -> None:
         try:
             assert parse(ChatCompletionBody, content).messages and is_taken
         except Invalid as error:
-            assert not is_taken and str(error) == "messages[0].tool_calls[0].function.arguments: nested deeper than 128 levels"
+            assert (
+                not is_taken
+                and str(error) == "messages[0].tool_calls[0].function.arguments: nested deeper than 128 levels"
+            )
 
 
 @pytest.mark.sampled(40)
 @pytest.mark.parametrize("number", ROUNDS)
 def test_no_answer_or_schema_ends_the_helpers(number: int) -> None:
     rng = random.Random(number)
-    schemas: list[Any] = [{}, {"type": "array"}, {"uniqueItems": True}, {"$ref": "#"}, {"items": {"$ref": "#"}}, {"additionalProperties": {"$ref": "#"}}]
-    schemas += [{"multipleOf": 0}, {"multipleOf": 1e-320}, {"const": [[1]]}, {"pattern": "("}, {"$schema": []}, {"properties": 1}, {"$ref": 1}, {"type": {}}]
+    schemas: list[Any] = [
+        {},
+        {"type": "array"},
+        {"uniqueItems": True},
+        {"$ref": "#"},
+        {"items": {"$ref": "#"}},
+        {"additionalProperties": {"$ref": "#"}},
+    ]
+    schemas += [
+        {"multipleOf": 0},
+        {"multipleOf": 1e-320},
+        {"const": [[1]]},
+        {"pattern": "("},
+        {"$schema": []},
+        {"properties": 1},
+        {"$ref": 1},
+        {"type": {}},
+    ]
     for _ in range(150):
         text, schema = nested_any(rng), rng.choice(schemas)
         assert all(set(each) == {"path", "message"} for each in problems_of(schema, text))

@@ -1,4 +1,6 @@
-"""A draft model's own cache is said to hold only what was written there for these tokens, whatever became of blocks and sequences meanwhile."""
+"""A draft model's own cache is said to hold only what was written there for these tokens, whatever
+became of blocks and sequences meanwhile.
+"""
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -12,7 +14,13 @@ from services.compute.speculation.draft_kv import OwnKV
 from shared.model.sampling_params import SamplingParams
 
 NUM_BLOCKS, BLOCK_SIZE = 24, 4
-PROMPTS = [[1, 1, 1, 1, 2, 2, 2, 2, 3], [1, 1, 1, 1, 2, 2, 2, 2, 3, 3], [1, 1, 1, 1, 2, 2, 2, 3], [4, 5, 6], [1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3, 1]]
+PROMPTS = [
+    [1, 1, 1, 1, 2, 2, 2, 2, 3],
+    [1, 1, 1, 1, 2, 2, 2, 2, 3, 3],
+    [1, 1, 1, 1, 2, 2, 2, 3],
+    [4, 5, 6],
+    [1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3, 1],
+]
 ACTIONS = ("begin", "step", "step", "draft", "draft", "preempt", "finish")
 
 
@@ -27,12 +35,16 @@ class Slots:
         known = self.kv.num_known(sequence)
         assert known < len(sequence.tokens)
         for at in range(known):
-            assert self.slots[sequence.kv.block_table[at // BLOCK_SIZE], at % BLOCK_SIZE] == tuple(sequence.tokens.ids[: at + 1])
+            assert self.slots[sequence.kv.block_table[at // BLOCK_SIZE], at % BLOCK_SIZE] == tuple(
+                sequence.tokens.ids[: at + 1]
+            )
         return known
 
     def write(self, sequence: Sequence, first: int, last: int) -> None:
         for at in range(first, last):
-            self.slots[sequence.kv.block_table[at // BLOCK_SIZE], at % BLOCK_SIZE] = tuple(sequence.tokens.ids[: at + 1])
+            self.slots[sequence.kv.block_table[at // BLOCK_SIZE], at % BLOCK_SIZE] = tuple(
+                sequence.tokens.ids[: at + 1]
+            )
         self.kv.wrote(sequence, first, last)
 
 
@@ -40,7 +52,9 @@ class Slots:
 @given(st.lists(st.tuples(st.sampled_from(ACTIONS), st.integers(0, 99)), max_size=60))
 def test_what_is_known_is_there(actions: list[tuple[str, int]]) -> None:
     blocks = BlockManager(NUM_BLOCKS, BLOCK_SIZE)
-    scheduler = Scheduler(blocks, make_admission("paged", blocks, confidence=0.9), max_num_seqs=4, max_batched_tokens=32)
+    scheduler = Scheduler(
+        blocks, make_admission("paged", blocks, confidence=0.9), max_num_seqs=4, max_batched_tokens=32
+    )
     slots, num_begun = Slots(), 0
     for action, number in actions:
         running = list(scheduler.running.values())
@@ -49,7 +63,15 @@ def test_what_is_known_is_there(actions: list[tuple[str, int]]) -> None:
             prompt = PROMPTS[number % len(PROMPTS)]
             group = "group" if number % 3 == 0 else None
             scheduler.add(
-                Sequence(Request(num_begun, str(num_begun), SamplingParams(max_tokens=20), group_id=group and f"{group}{len(prompt)}"), Tokens(list(prompt)))
+                Sequence(
+                    Request(
+                        num_begun,
+                        str(num_begun),
+                        SamplingParams(max_tokens=20),
+                        group_id=group and f"{group}{len(prompt)}",
+                    ),
+                    Tokens(list(prompt)),
+                )
             )
             num_begun += 1
         elif action == "step":

@@ -33,10 +33,19 @@ def test_an_error_is_told_in_words(error: Exception, words: str) -> None:
 
 
 COMMANDS = {
-    "a hub that can't be reached": (["pull", "some/model"], "some/model can't be fetched from the hub: Connection refused (is there a network?"),
+    "a hub that can't be reached": (
+        ["pull", "some/model"],
+        "some/model can't be fetched from the hub: Connection refused (is there a network?",
+    ),
     "a model folder under a file": (["pull", "smollm2-135m"], "file/.penstock/models/smollm2-135m: Not a directory"),
-    "a data folder under a file": (["up", "--model", "demo", "--data-dir", "{file}/x"], "--data-dir {file}/x: Not a directory"),
-    "keys in a folder that can't be": (["keys", "add", "me", "--keys-file", "/proc/none/x"], "/proc/none/x can't be written: No such file or directory"),
+    "a data folder under a file": (
+        ["up", "--model", "demo", "--data-dir", "{file}/x"],
+        "--data-dir {file}/x: Not a directory",
+    ),
+    "keys in a folder that can't be": (
+        ["keys", "add", "me", "--keys-file", "/proc/none/x"],
+        "/proc/none/x can't be written: No such file or directory",
+    ),
     "no Redis": (["status", "--redis-url", "redis://127.0.0.1:9"], "is Penstock up? (Connection refused.)"),
 }
 

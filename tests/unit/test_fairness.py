@@ -1,4 +1,6 @@
-"""Tenants share compute's places: a flood of one costs another little, in however many sequences it comes, and urgency counts wherever it waits."""
+"""Tenants share compute's places: a flood of one costs another little, in however many sequences it
+comes, and urgency counts wherever it waits.
+"""
 
 import itertools
 
@@ -32,10 +34,20 @@ class Server:
         )
         self.handles = itertools.count(1)
 
-    def ask(self, tenant_id: str, num_tokens: int, *, priority: int = 0, group_id: str | None = None, prompt: int | None = None) -> Sequence:
+    def ask(
+        self,
+        tenant_id: str,
+        num_tokens: int,
+        *,
+        priority: int = 0,
+        group_id: str | None = None,
+        prompt: int | None = None,
+    ) -> Sequence:
         handle = next(self.handles)
         params, now = SamplingParams(max_tokens=num_tokens), self.num_steps * STEP_S
-        request = Request(handle, str(handle), params, priority=priority, tenant_id=tenant_id, arrived_at=now, group_id=group_id)
+        request = Request(
+            handle, str(handle), params, priority=priority, tenant_id=tenant_id, arrived_at=now, group_id=group_id
+        )
         asked = Sequence(request, Tokens([prompt or handle] * PROMPT))
         self.scheduler.add(asked)
         return asked
@@ -96,7 +108,10 @@ def test_two_floods_share_the_places() -> None:
         for _ in range(60):
             server.ask(tenant_id, 20)
     server.run(65)
-    shares = [sum(each.request.tenant_id == tenant_id for each in server.scheduler.running.values()) for tenant_id in ("a", "b")]
+    shares = [
+        sum(each.request.tenant_id == tenant_id for each in server.scheduler.running.values())
+        for tenant_id in ("a", "b")
+    ]
     assert shares == [4, 4]
 
 
@@ -188,9 +203,13 @@ def test_a_long_prompt_leaves_another_tenants_stream_most_of_the_time() -> None:
     crowd = [server.ask("a", 4) for _ in range(20)]
     seconds = run_costly(server, 40)
     assert stream.tokens.num_output == 43
-    assert max(seconds) <= (1 + ADDED_SHARE) * COST.seconds(1, 0) + 16 * COST.per_token_s + 1e-9, "now and then, a prompt gets a block"
+    assert max(seconds) <= (1 + ADDED_SHARE) * COST.seconds(1, 0) + 16 * COST.per_token_s + 1e-9, (
+        "now and then, a prompt gets a block"
+    )
     assert sum(seconds) / 40 <= (1 + ADDED_SHARE) * COST.seconds(1, 0) + 16 / PROMPTS_EVERY * COST.per_token_s + 1e-9
-    assert sum(each.is_finished for each in crowd) * PROMPT >= 16 * 40 / PROMPTS_EVERY - PROMPT, "they never stand still for long"
+    assert sum(each.is_finished for each in crowd) * PROMPT >= 16 * 40 / PROMPTS_EVERY - PROMPT, (
+        "they never stand still for long"
+    )
 
 
 def test_steps_of_prompts_are_short_while_another_tenant_is_expected() -> None:
@@ -215,7 +234,9 @@ def test_steps_of_prompts_are_short_while_another_tenant_is_expected() -> None:
     assert 16 < longest_step(EXPECTED_S / 2) <= cost.tokens_within(SHORT_STEP_S, 0)
     assert longest_step(EXPECTED_S * 2) == 512, "the scheduler's bound"
     assert 16 < longest_step(EXPECTED_S / 2, is_crowd_there=True) <= cost.tokens_within(SHORT_STEP_S, 0)
-    assert longest_step(EXPECTED_S * 2, is_crowd_there=True) == 512, "the clock alone says that he is not to be expected"
+    assert longest_step(EXPECTED_S * 2, is_crowd_there=True) == 512, (
+        "the clock alone says that he is not to be expected"
+    )
 
 
 def test_a_tenants_first_prompt_goes_before_the_prompts_of_a_crowd() -> None:

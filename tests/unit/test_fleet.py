@@ -1,4 +1,6 @@
-"""Fleets in the simulator: counted steps are the scheduler's own, every request ends once, and replicas come and go as the manifest says."""
+"""Fleets in the simulator: counted steps are the scheduler's own, every request ends once, and
+replicas come and go as the manifest says.
+"""
 
 import math
 from collections.abc import Callable
@@ -43,7 +45,9 @@ class Size:
 
     def scheduler(self, kind: type[Scheduler]) -> Scheduler:
         is_plain = kind is Scheduler
-        blocks = BlockManager(self.num_blocks, 16, prefix_caching=False) if is_plain else CountedBlocks(self.num_blocks, 16)
+        blocks = (
+            BlockManager(self.num_blocks, 16, prefix_caching=False) if is_plain else CountedBlocks(self.num_blocks, 16)
+        )
         limits = {"max_num_seqs": self.max_num_seqs, "max_batched_tokens": self.max_batched_tokens}
         return kind(blocks, make_admission(self.admission, blocks), target_itl_s=self.target_itl_s, **limits)  # type: ignore[arg-type]
 
@@ -56,7 +60,14 @@ class Size:
 SMALL = Size()
 
 
-def run(requests: list[TraceRequest], num_replicas: int, *, size: Size = SMALL, policy: Policy | None = None, start_s: float = 5.0) -> Run:
+def run(
+    requests: list[TraceRequest],
+    num_replicas: int,
+    *,
+    size: Size = SMALL,
+    policy: Policy | None = None,
+    start_s: float = 5.0,
+) -> Run:
     return Fleet(requests, size.replica, start_s=start_s, policy=policy).replay(num_replicas)
 
 
@@ -69,11 +80,19 @@ def timed(numbers: list[tuple[int, int, float]]) -> list[TraceRequest]:
     return found
 
 
-traces = st.lists(st.tuples(st.integers(1, 150), st.integers(1, 120), st.sampled_from([0.0, 0.001, 0.02, 0.3, 5.0, 40.0])), min_size=1, max_size=60).map(timed)
+traces = st.lists(
+    st.tuples(st.integers(1, 150), st.integers(1, 120), st.sampled_from([0.0, 0.001, 0.02, 0.3, 5.0, 40.0])),
+    min_size=1,
+    max_size=60,
+).map(timed)
 sizes = st.builds(
-    Size, st.sampled_from([32, 40, 60, 400]), st.sampled_from([1, 3, 8]), st.sampled_from([8, 64, 512]), st.sampled_from([None, 0.006]),
+    Size,
+    st.sampled_from([32, 40, 60, 400]),
+    st.sampled_from([1, 3, 8]),
+    st.sampled_from([8, 64, 512]),
+    st.sampled_from([None, 0.006]),
     st.sampled_from(["predicted", "paged", "reserve"]),
-)  # fmt: skip
+)
 policies = st.builds(
     Policy,
     st.sampled_from([BOTH.triggers, LAG.triggers, BOTH.triggers[1:]]),
@@ -83,14 +102,18 @@ policies = st.builds(
     st.sampled_from([10.0, 300.0]),
     st.sampled_from([UP, replace(UP, window_s=30.0)]),
     st.sampled_from([DOWN, replace(DOWN, window_s=15.0), replace(DOWN, limits=(Limit(1, False, 60.0),))]),
-).map(lambda policy: replace(policy, min_replicas=max(policy.min_replicas, int(len(policy.triggers) == 1))))  # from none, it takes both triggers
+).map(
+    lambda policy: replace(policy, min_replicas=max(policy.min_replicas, int(len(policy.triggers) == 1)))
+)  # from none, it takes both triggers
 
 
 @given(traces, sizes)
 @settings(deadline=None)
 def test_counted_steps_are_those_that_the_scheduler_would_make(requests: list[TraceRequest], size: Size) -> None:
     """One replica against the plain replay, which asks the scheduler for each step: equal to the last bit."""
-    plain = replay(size.scheduler(Scheduler), requests, lambda batch: COST.seconds(Work.of(batch)), max_total_tokens=LONGEST)
+    plain = replay(
+        size.scheduler(Scheduler), requests, lambda batch: COST.seconds(Work.of(batch)), max_total_tokens=LONGEST
+    )
     found = run(requests, 1, size=size).outcomes
     assert list(found.first_at) == [each.first_at for each in plain.timelines]
     assert list(found.last_at) == [each.last_at for each in plain.timelines]
@@ -98,7 +121,9 @@ def test_counted_steps_are_those_that_the_scheduler_would_make(requests: list[Tr
 
 
 def test_most_steps_are_counted() -> None:
-    requests = [replace(each, num_prompt_tokens=min(each.num_prompt_tokens, 100)) for each in load_trace("synthetic", 100)]
+    requests = [
+        replace(each, num_prompt_tokens=min(each.num_prompt_tokens, 100)) for each in load_trace("synthetic", 100)
+    ]
     fitting = [each for each in requests if each.num_output_tokens < 400]
     found = run(with_rate(fitting, 4.0), 1, size=Size(4000, 64, 512)).outcomes
     assert found.num_asked < found.num_steps / 10
@@ -106,7 +131,9 @@ def test_most_steps_are_counted() -> None:
 
 @given(traces, sizes, st.integers(1, 4), st.none() | policies)
 @settings(deadline=None)
-def test_every_request_ends_once_and_no_work_is_lost(requests: list[TraceRequest], size: Size, num_replicas: int, policy: Policy | None) -> None:
+def test_every_request_ends_once_and_no_work_is_lost(
+    requests: list[TraceRequest], size: Size, num_replicas: int, policy: Policy | None
+) -> None:
     """This holds while replicas are started and ended, too."""
     found = run(requests, num_replicas if policy is None else policy.min_replicas, size=size, policy=policy)
     outcomes = found.outcomes
@@ -123,12 +150,23 @@ def test_every_request_ends_once_and_no_work_is_lost(requests: list[TraceRequest
         assert all(each.num_ready + each.num_loading <= policy.max_replicas for each in found.moments)
 
 
-@given(traces.map(lambda requests: [replace(each, arrived_at=each.arrived_at + number / 100) for number, each in enumerate(requests)]), st.integers(1, 4))
+@given(
+    traces.map(
+        lambda requests: [
+            replace(each, arrived_at=each.arrived_at + number / 100) for number, each in enumerate(requests)
+        ]
+    ),
+    st.integers(1, 4),
+)
 @settings(deadline=None)
-def test_more_replicas_meet_no_fewer_limits_where_there_is_room_for_all(requests: list[TraceRequest], num_replicas: int) -> None:
+def test_more_replicas_meet_no_fewer_limits_where_there_is_room_for_all(
+    requests: list[TraceRequest], num_replicas: int
+) -> None:
     """With a replica for each request, no request is slower than on fewer."""
     ample = len(requests)
-    few, many, more = (figures(run(requests, count), Limits(0.02, 0.0055)) for count in (min(num_replicas, ample), ample, ample + 2))
+    few, many, more = (
+        figures(run(requests, count), Limits(0.02, 0.0055)) for count in (min(num_replicas, ample), ample, ample + 2)
+    )
     assert few.share <= many.share == more.share
     assert few.ttft[-1] >= many.ttft[-1] - 1e-9 and few.tpot[-1] >= many.tpot[-1] - 1e-9
 
@@ -148,7 +186,9 @@ class WatchedFleet(Fleet):
 
 @given(traces, policies)
 @settings(deadline=None)
-def test_by_lag_and_pending_those_that_stay_have_places_for_all_work(requests: list[TraceRequest], policy: Policy) -> None:
+def test_by_lag_and_pending_those_that_stay_have_places_for_all_work(
+    requests: list[TraceRequest], policy: Policy
+) -> None:
     """So what a replica does, or what it loads for, is never left to too few."""
     fleet = WatchedFleet(requests, replace(policy, triggers=BOTH.triggers))
     fleet.replay(policy.min_replicas)
@@ -168,7 +208,9 @@ def test_lag_alone_ends_replicas_that_load_or_run() -> None:
     assert figures(both, Limits(60.0, 0.1)).goodput > figures(lag, Limits(60.0, 0.1)).goodput
 
 
-def steer(policy: Policy, demand: Callable[[float], tuple[float, float]], seconds: float, current: int = 1) -> list[int]:
+def steer(
+    policy: Policy, demand: Callable[[float], tuple[float, float]], seconds: float, current: int = 1
+) -> list[int]:
     """The replicas after each decision, by a demand (lag, pending) at each time."""
     autoscaler, found = Autoscaler(policy), []
     for number in range(1, int(seconds / SYNC_S) + 1):
@@ -189,7 +231,9 @@ def test_the_autoscaler_decides_as_documented() -> None:
     assert steer(BOTH, lambda _: (8, 24), 15) == [3] and steer(BOTH, lambda _: (12, 8), 15) == [3]
     # down after 300 s in which nothing asked for more
     assert steer(BOTH, lambda now: (0, 40 if now <= 30 else 1), 360) == [5] * 21 + [1] * 3
-    assert steer(replace(BOTH, down=replace(DOWN, window_s=0.0, limits=(Limit(1, False, 30.0),))), lambda _: (0, 1), 75, 5) == [4, 4, 3, 3, 2]
+    assert steer(
+        replace(BOTH, down=replace(DOWN, window_s=0.0, limits=(Limit(1, False, 30.0),))), lambda _: (0, 1), 75, 5
+    ) == [4, 4, 3, 3, 2]
     assert steer(replace(BOTH, down=replace(DOWN, select="Disabled")), lambda _: (0, 1), 600, 5)[-1] == 5
     # up only as far as all of the window's decisions go
     slow = replace(BOTH, up=replace(UP, window_s=40.0))
@@ -197,8 +241,12 @@ def test_the_autoscaler_decides_as_documented() -> None:
 
 
 @given(st.lists(st.tuples(st.integers(0, 60), st.integers(0, 90)), min_size=1, max_size=40), policies)
-def test_replicas_stay_within_bounds_and_a_demand_that_lasts_is_met(demands: list[tuple[int, int]], policy: Policy) -> None:
-    found = steer(policy, lambda now: demands[min(int(now / SYNC_S) - 1, len(demands) - 1)], (len(demands) + 60) * SYNC_S)
+def test_replicas_stay_within_bounds_and_a_demand_that_lasts_is_met(
+    demands: list[tuple[int, int]], policy: Policy
+) -> None:
+    found = steer(
+        policy, lambda now: demands[min(int(now / SYNC_S) - 1, len(demands) - 1)], (len(demands) + 60) * SYNC_S
+    )
     least = max(1, policy.min_replicas)
     assert all(least <= count <= policy.max_replicas for count in found)
     figures_ = dict(zip(("lag", "pending"), demands[-1], strict=True))
@@ -209,29 +257,47 @@ def test_replicas_stay_within_bounds_and_a_demand_that_lasts_is_met(demands: lis
 def test_the_first_replica_starts_for_a_request_and_the_last_ends_after_the_cooldown() -> None:
     policy = replace(BOTH, min_replicas=0, polling_s=5.0, cooldown_s=30.0)
     found = run([TraceRequest(5, 5, 1.0), TraceRequest(5, 5, 201.0)], 0, policy=policy, start_s=20.0)
-    assert [first - at for first, at in zip(found.outcomes.first_at, (1.0, 201.0), strict=True)] == pytest.approx([24.005, 24.005], abs=0.01)
+    assert [first - at for first, at in zip(found.outcomes.first_at, (1.0, 201.0), strict=True)] == pytest.approx(
+        [24.005, 24.005], abs=0.01
+    )
     assert found.num_ended == {"idle": 1}
 
 
 @pytest.mark.parametrize("number", [0, 1])
 def test_from_none_one_trigger_leaves_requests_behind(number: int) -> None:
-    """Lag alone ends the replica that has taken all, and pending alone starts none: both are said, and nothing waits for ever."""
+    """Lag alone ends the replica that has taken all, and pending alone starts none: both are said,
+    and nothing waits for ever.
+    """
     policy = replace(BOTH, triggers=(BOTH.triggers[number],), min_replicas=0, polling_s=5.0, cooldown_s=10.0)
     with pytest.raises(StartupError, match="--triggers: by these no replica starts"):
         run([TraceRequest(5, 490, 1.0) for _ in range(100)], 0, policy=policy, start_s=2.0)
-    assert run([TraceRequest(5, 490, 1.0) for _ in range(100)], 0, policy=replace(policy, triggers=BOTH.triggers), start_s=2.0).num_handed_over == 0
+    assert (
+        run(
+            [TraceRequest(5, 490, 1.0) for _ in range(100)],
+            0,
+            policy=replace(policy, triggers=BOTH.triggers),
+            start_s=2.0,
+        ).num_handed_over
+        == 0
+    )
 
 
 def test_the_manifest_s_policy(tmp_path: Path) -> None:
     policy = read_policy(str(MANIFEST))
     assert policy == Policy((Trigger("lag", 16.0), Trigger("pending", 48.0)), 1, 4, 5.0, 600.0)
     text = MANIFEST.read_text().replace(
-        'pollingInterval: 5\n  cooldownPeriod: 600', 'advanced: {horizontalPodAutoscalerConfig: {behavior: {scaleDown: {stabilizationWindowSeconds: 60,'
-        ' policies: [{type: Pods, value: 1, periodSeconds: 30}]}}}}\n  cooldownPeriod: 600'
-    )  # fmt: skip
+        "pollingInterval: 5\n  cooldownPeriod: 600",
+        "advanced: {horizontalPodAutoscalerConfig: {behavior: {scaleDown: {stabilizationWindowSeconds: 60,"
+        " policies: [{type: Pods, value: 1, periodSeconds: 30}]}}}}\n  cooldownPeriod: 600",
+    )
     (tmp_path / "scaled.yaml").write_text(text)
     changed = read_policy(str(tmp_path / "scaled.yaml"))
-    assert (changed.down.window_s, changed.down.limits, changed.up, changed.polling_s) == (60.0, (Limit(1, False, 30.0),), UP, 30.0)
+    assert (changed.down.window_s, changed.down.limits, changed.up, changed.polling_s) == (
+        60.0,
+        (Limit(1, False, 30.0),),
+        UP,
+        30.0,
+    )
 
 
 def test_figures_by_hand() -> None:
@@ -246,20 +312,30 @@ def test_figures_by_hand() -> None:
 
 def test_the_command_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     csv = tmp_path / "azure.csv"
-    csv.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\r\n2023-11-16 18:15:46.6805900,374,44\r\n2023-11-16 18:16:50.9951690,396,109\r\n")
+    csv.write_text(
+        "TIMESTAMP,ContextTokens,GeneratedTokens\r\n2023-11-16 18:15:46.6805900,374,44\r\n2023-11-16 "
+        "18:16:50.9951690,396,109\r\n"
+    )
     assert [each.arrived_at for each in load_trace(str(csv), None)] == [0.0, 64.314579]
     flags = ["simulate", "--trace", str(csv), "--num-requests", "40", "--speed", "2", "--replicas", "1", "2"]
     scaled = ["--autoscale", str(MANIFEST), "--triggers", "lag", "lag+pending", "--max-replicas", "3"]
     assert main([*flags, *scaled]) == 0
     printed = capsys.readouterr().out
-    assert all(name in printed for name in ("1 fixed", "2 fixed", "1 to 3, by lag", "1 to 3, by lag+pending", "goodput"))
+    assert all(
+        name in printed for name in ("1 fixed", "2 fixed", "1 to 3, by lag", "1 to 3, by lag+pending", "goodput")
+    )
     (tmp_path / "none.yaml").write_text("kind: ScaledObject\nspec: {triggers: [{type: cpu}]}\n")
     (tmp_path / "bad.yaml").write_text("a: [\n")
     for bad in (
-        ["--autoscale", str(tmp_path / "none.yaml")], ["--autoscale", str(tmp_path / "bad.yaml")], ["--autoscale", "missing.yaml"],
-        ["--replicas", "0"], ["--speed", "0"], ["--start-s", "-1"], ["--triggers", "speed", "--autoscale", str(MANIFEST)],
+        ["--autoscale", str(tmp_path / "none.yaml")],
+        ["--autoscale", str(tmp_path / "bad.yaml")],
+        ["--autoscale", "missing.yaml"],
+        ["--replicas", "0"],
+        ["--speed", "0"],
+        ["--start-s", "-1"],
+        ["--triggers", "speed", "--autoscale", str(MANIFEST)],
         ["--min-replicas", "9", "--max-replicas", "3", "--autoscale", str(MANIFEST)],
-    ):  # fmt: skip
+    ):
         assert main(["simulate", "--num-requests", "3", *bad]) == 2
         error = capsys.readouterr().err.splitlines()
         assert error[-1].startswith(f"penstock: {bad[0]}") and "Traceback" not in "".join(error)

@@ -1,8 +1,11 @@
-"""A step in flight, under random arrivals, ends, cancels, preemptions and decisions, on a device that draws wrongly at times, with drafts that are right,
+"""A step in flight, under random arrivals, ends, cancels, preemptions and decisions, on a device
+that draws wrongly at times, with drafts that are right,
 wrong, partly right and too many: what compute sends is right.
 
-The device is a model of the cache's content: what is written where, on which tokens. Its logits follow from what is there, so a row that was computed on a
-wrong token, or over blocks that are another's, has other logits. What lands is compared with the same request computed alone, from its tokens.
+The device is a model of the cache's content: what is written where, on which tokens. Its logits
+follow from what is there, so a row that was computed on a
+wrong token, or over blocks that are another's, has other logits. What lands is compared with the
+same request computed alone, from its tokens.
 """
 
 import hashlib
@@ -31,9 +34,15 @@ from tests.unit.sequences import BLOCK_SIZE, make_scheduler
 
 VOCAB, EOS, MAX_SAMPLED = 12, 0, 9
 KINDS: tuple[dict[str, Any], ...] = (
-    {"temperature": 0.0}, {}, {"top_k": 3}, {"top_p": 0.6, "temperature": 1.5}, {"frequency_penalty": 2.0, "temperature": 0.0},
-    {"repetition_penalty": 3.0, "min_p": 0.1}, {"logprobs": 2, "min_tokens": 6}, {"stop_token_ids": (3,), "seed": 5},
-)  # fmt: skip
+    {"temperature": 0.0},
+    {},
+    {"top_k": 3},
+    {"top_p": 0.6, "temperature": 1.5},
+    {"frequency_penalty": 2.0, "temperature": 0.0},
+    {"repetition_penalty": 3.0, "min_p": 0.1},
+    {"logprobs": 2, "min_tokens": 6},
+    {"stop_token_ids": (3,), "seed": 5},
+)
 OUTCOMES = ("as foreseen", "otherwise", "the end", "lost")
 
 
@@ -41,24 +50,34 @@ class Device:
     """Computes what it is told to, and knows no sequences."""
 
     def __init__(self) -> None:
-        self.content: dict[int, tuple[int, ...]] = {}  # by slot: the token whose keys and values are there, after all before it
+        self.content: dict[
+            int, tuple[int, ...]
+        ] = {}  # by slot: the token whose keys and values are there, after all before it
 
     def run(self, batch: ScheduledBatch, drawn: DrawnTokens | None) -> dict[int, tuple[int, ...]]:
         """The tokens on which each row's last one was computed, itself among them, by handle."""
-        read = [[self.content.get(source * BLOCK_SIZE + at) for at in range(BLOCK_SIZE)] for source, _ in batch.block_copies]
+        read = [
+            [self.content.get(source * BLOCK_SIZE + at) for at in range(BLOCK_SIZE)] for source, _ in batch.block_copies
+        ]
         for (_, target), values in zip(batch.block_copies, read, strict=True):
-            self.content.update({target * BLOCK_SIZE + at: value for at, value in enumerate(values) if value is not None})
+            self.content.update(
+                {target * BLOCK_SIZE + at: value for at, value in enumerate(values) if value is not None}
+            )
         computed = {}
         for row in batch.rows:
             token_ids = list(row.token_ids)
             for index in [index for index, token_id in enumerate(token_ids) if token_id == PENDING]:
                 assert drawn is not None
                 token_ids[index] = int(drawn.token_ids[drawn.rows[row.key(index)]])
-            slots = [row.block_table[at // BLOCK_SIZE] * BLOCK_SIZE + at % BLOCK_SIZE for at in range(row.num_context_tokens)]
+            slots = [
+                row.block_table[at // BLOCK_SIZE] * BLOCK_SIZE + at % BLOCK_SIZE for at in range(row.num_context_tokens)
+            ]
             seen = self.content[slots[row.num_computed_tokens - 1]] if row.num_computed_tokens else ()
             for slot, token_id in zip(slots[row.num_computed_tokens :], token_ids, strict=True):
                 self.content[slot] = seen = (*seen, token_id)
-            assert all(self.content[slot] == seen[: at + 1] for at, slot in enumerate(slots)), "reads what is not its own"
+            assert all(self.content[slot] == seen[: at + 1] for at, slot in enumerate(slots)), (
+                "reads what is not its own"
+            )
             computed[row.handle] = seen  # with its drafts
         return computed
 
@@ -85,10 +104,16 @@ def next_decided(sequence: Sequence) -> int:
 
 class FlightMachine(RuleBasedStateMachine):
     @initialize(
-        run_ahead=st.integers(0, 4), num_blocks=st.integers(20, 40), share_wrong=st.sampled_from([0.0, 0.1, 0.6]), seed=st.integers(0, 99),
-        max_drafts=st.sampled_from([0, 1, 6]), is_draw_of_device=st.booleans(),
-    )  # fmt: skip
-    def start(self, run_ahead: int, num_blocks: int, share_wrong: float, seed: int, max_drafts: int, is_draw_of_device: bool) -> None:
+        run_ahead=st.integers(0, 4),
+        num_blocks=st.integers(20, 40),
+        share_wrong=st.sampled_from([0.0, 0.1, 0.6]),
+        seed=st.integers(0, 99),
+        max_drafts=st.sampled_from([0, 1, 6]),
+        is_draw_of_device=st.booleans(),
+    )
+    def start(
+        self, run_ahead: int, num_blocks: int, share_wrong: float, seed: int, max_drafts: int, is_draw_of_device: bool
+    ) -> None:
         self.rng = random.Random(seed)
         self.blocks = BlockManager(num_blocks, BLOCK_SIZE)
         self.scheduler = make_scheduler(blocks=self.blocks, run_ahead=run_ahead)
@@ -101,12 +126,22 @@ class FlightMachine(RuleBasedStateMachine):
         self.sequences: list[Sequence] = []
         self.sent: dict[int, dict[int, int]] = {}  # by handle, by position: what the sampler will decide
 
-    @rule(length=st.integers(1, 30), output=st.integers(1, 20), kind=st.sampled_from(KINDS), group=st.sampled_from([None, None, "one"]))
+    @rule(
+        length=st.integers(1, 30),
+        output=st.integers(1, 20),
+        kind=st.sampled_from(KINDS),
+        group=st.sampled_from([None, None, "one"]),
+    )
     def arrive(self, length: int, output: int, kind: dict[str, Any], group: str | None) -> None:
         handle, prompt = len(self.sequences), [1 + at % 7 for at in range(length)]
-        params = SamplingParams(**{"seed": handle, "max_tokens": output, **kind, "min_tokens": min(kind.get("min_tokens", 0), output)})
+        params = SamplingParams(
+            **{"seed": handle, "max_tokens": output, **kind, "min_tokens": min(kind.get("min_tokens", 0), output)}
+        )
         sequence = Sequence(
-            Request(handle, str(handle), params, (EOS,), arrived_at=float(handle), group_id=group and f"{group} {length}"), Tokens(prompt, length)
+            Request(
+                handle, str(handle), params, (EOS,), arrived_at=float(handle), group_id=group and f"{group} {length}"
+            ),
+            Tokens(prompt, length),
         )
         self.sequences.append(sequence)
         self.sent[handle] = {}
@@ -122,7 +157,9 @@ class FlightMachine(RuleBasedStateMachine):
     def give_way(self, which: int) -> None:
         """Somebody is preempted, as if memory had run out."""
         if len(self.scheduler.running) > 1:
-            self.scheduler._preempt(list(self.scheduler.running.values())[which % len(self.scheduler.running)], NewStep())
+            self.scheduler._preempt(
+                list(self.scheduler.running.values())[which % len(self.scheduler.running)], NewStep()
+            )
 
     @rule(decisions=st.lists(st.tuples(st.integers(0, 6), st.sampled_from(OUTCOMES)), min_size=1, max_size=6))
     @precondition(lambda self: self.sequences)
@@ -162,7 +199,9 @@ class FlightMachine(RuleBasedStateMachine):
             self.collect(before)
         rows = rows_still_valid(batch, self.scheduler)
         found = {key: computed[key.handle][: prefix.num_tokens] for key, prefix in rows.items()}
-        assert all(found[key] == tuple(prefix.sequence.tokens.ids[: prefix.num_tokens]) for key, prefix in rows.items()), "a row of other tokens stands"
+        assert all(
+            found[key] == tuple(prefix.sequence.tokens.ids[: prefix.num_tokens]) for key, prefix in rows.items()
+        ), "a row of other tokens stands"
         logits = torch.stack([logits_of(each) for each in found.values()]) if found else torch.zeros(0, VOCAB)
         self.flight = launch(batch, None, begin_reduction(logits, list(rows.values()), self.search), self.scheduler)
         if self.flight.drawn is None:
@@ -183,14 +222,20 @@ class FlightMachine(RuleBasedStateMachine):
             alone = reduce(logits_of(tuple(own.tokens.ids))[None], [own], TorchRowSearch())
             assert encode(collected.rows.message([row], "c", 1, (), [])) == encode(alone.message([0], "c", 1, (), []))
             assert sequence.tokens.ids[at] == alone.chosen[0]
-            assert not left[handle] or sequence.tokens.ids[at] not in (EOS, *sequence.request.params.stop_token_ids), "nothing is computed behind an end"
+            assert not left[handle] or sequence.tokens.ids[at] not in (EOS, *sequence.request.params.stop_token_ids), (
+                "nothing is computed behind an end"
+            )
             self.sent[handle][position] = sequence.tokens.ids[at]
         for handle in collected.decided:
             assert self.sequences[handle].tokens.is_ending or self.sequences[handle].num_uncomputed_tokens in (0, 1)
 
     def undecided(self) -> list[Sequence]:
         """Sequences of which the sampler has rows to decide."""
-        return [each for each in self.sequences if not each.is_finished and each.tokens.num_undecided and next_decided(each) in self.sent[each.handle]]
+        return [
+            each
+            for each in self.sequences
+            if not each.is_finished and each.tokens.num_undecided and next_decided(each) in self.sent[each.handle]
+        ]
 
     def decide(self, sequence: Sequence, outcome: str) -> None:
         """As ComputeService.apply does it."""
@@ -202,7 +247,11 @@ class FlightMachine(RuleBasedStateMachine):
             return self.scheduler.finish(sequence)
         if outcome == "otherwise":
             token_id = 1 + (token_id + 1) % (VOCAB - 1)
-            self.sent[sequence.handle] = {position: sent for position, sent in self.sent[sequence.handle].items() if position < next_decided(sequence)}
+            self.sent[sequence.handle] = {
+                position: sent
+                for position, sent in self.sent[sequence.handle].items()
+                if position < next_decided(sequence)
+            }
             self.scheduler.truncate(sequence, at)
             self.scheduler.append(sequence, token_id)
         else:
@@ -222,7 +271,9 @@ class FlightMachine(RuleBasedStateMachine):
                 or (self.flight is not None and sequence in [prefix.sequence for prefix in self.flight.rows.values()])
             )
             assert sequence.is_finished or sequence.tokens.num_undecided_steps <= self.scheduler.run_ahead + 1
-            assert all(sequence.tokens.num_decided <= place < len(sequence.tokens) for place in sequence.tokens.foreseen_drafts)
+            assert all(
+                sequence.tokens.num_decided <= place < len(sequence.tokens) for place in sequence.tokens.foreseen_drafts
+            )
 
     def teardown(self) -> None:
         if not hasattr(self, "scheduler"):

@@ -22,10 +22,22 @@ GRAMMARS: dict[str, tuple[str, list[str], list[str]]] = {
     "brackets": (r'root ::= "\[" [^\]\[]* "\]"', ["[]", "[a-b]"], ["[[]", "[]]"]),
     "names": ('root ::= start | r0 | T_1\nstart ::= "s"\nr0 ::= "r"\nT_1 ::= "t"', ["s", "r", "t"], [""]),
     "the longest is not the right one": ('root ::= "a" "bc" | "ab" "d"', ["abc", "abd"], ["ab"]),
-    "what follows is of the same class": ('root ::= word "s" rest\nword ::= [a-z]+\nrest ::= "(" root ")" | "."', ["cats.", "as(bss.)"], ["cat.", "s."]),
-    "a word of letters, or a name": ('root ::= ("if" [ ] | name "=") root?\nname ::= [a-z]+', ["if ", "if=", "ifs=if "], ["ifs ", "if"]),
+    "what follows is of the same class": (
+        'root ::= word "s" rest\nword ::= [a-z]+\nrest ::= "(" root ")" | "."',
+        ["cats.", "as(bss.)"],
+        ["cat.", "s."],
+    ),
+    "a word of letters, or a name": (
+        'root ::= ("if" [ ] | name "=") root?\nname ::= [a-z]+',
+        ["if ", "if=", "ifs=if "],
+        ["ifs ", "if"],
+    ),
     "left recursion": ('root ::= root "+" root | [0-9]', ["1+2+3", "7"], ["1+", "+1"]),
-    "layout": ('# none\n\nroot ::= (\n  "a" # a\n  |\n  "b"\n) |\n  "c"\n  | "d"\r\n\r\n', ["a", "b", "c", "d"], ["ab"]),
+    "layout": (
+        '# none\n\nroot ::= (\n  "a" # a\n  |\n  "b"\n) |\n  "c"\n  | "d"\r\n\r\n',
+        ["a", "b", "c", "d"],
+        ["ab"],
+    ),
     "empty options": ('root ::= "a" (| "b") "" ws\nws ::= | " " ws', ["a", "ab", "a  "], ["b"]),
     "any letter": ("root ::= . .", ["é\n", "ab"], ["a", "abc"]),
     "JSON": (
@@ -81,7 +93,10 @@ def test_a_grammar_by_chance_allows_what_its_rules_say(seed: int) -> None:
         ('root = "a"', "line 1, column 6: expected ::= behind the rule's name root"),
         (f"root ::= {'(' * 70}", "nested more than 64 levels deep"),
         ("root ::= root", "no text matches it"),
-        ("\n".join(["root ::= a0", *(f"a{n} ::= a{n + 1} a{n + 1}" for n in range(40)), 'a40 ::= "x"']), "Too many items \\(limit"),
+        (
+            "\n".join(["root ::= a0", *(f"a{n} ::= a{n + 1} a{n + 1}" for n in range(40)), 'a40 ::= "x"']),
+            "Too many items \\(limit",
+        ),
     ],
 )
 def test_an_error_is_told_in_the_words_of_the_grammar(grammar: str, words: str) -> None:

@@ -25,9 +25,13 @@ def head_of(tokens: list[str]) -> GgufHead:
 
 def test_tokens_whose_merges_would_fill_the_memory_are_refused() -> None:
     with pytest.raises(StartupError, match="hostile.gguf: the tokens"):
-        make_tokenizer(head_of(["a" * length for length in range(1, 1025)]))  # half a million merges of 340 million characters
+        make_tokenizer(
+            head_of(["a" * length for length in range(1, 1025)])
+        )  # half a million merges of 340 million characters
     with pytest.raises(StartupError, match="hostile.gguf: the tokens"):
-        make_tokenizer(head_of([f"{number:04}" + "x" * 1000 for number in range(2000)]))  # none, for which 2,000 million characters were looked at
+        make_tokenizer(
+            head_of([f"{number:04}" + "x" * 1000 for number in range(2000)])
+        )  # none, for which 2,000 million characters were looked at
     with pytest.raises(StartupError, match="hostile.gguf: the tokens"):
         make_tokenizer(head_of(["a" * length for length in range(1, 701)]))  # fewer, of 114 million
     whole = make_tokenizer(head_of(["a" * length for length in range(1, 65)]))  # as a run of spaces is in real ones
@@ -36,7 +40,11 @@ def test_tokens_whose_merges_would_fill_the_memory_are_refused() -> None:
 
 def test_listed_merges_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     def merging(*merges: str) -> GgufHead:
-        metadata = {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.tokens": ["a", "b", "ab", "ba", "aba"], "tokenizer.ggml.merges": list(merges)}
+        metadata = {
+            "tokenizer.ggml.model": "gpt2",
+            "tokenizer.ggml.tokens": ["a", "b", "ab", "ba", "aba"],
+            "tokenizer.ggml.merges": list(merges),
+        }
         return GgufHead(Path("hostile.gguf"), metadata, {})
 
     whole = make_tokenizer(merging("a b", "b a", "a ba"))
@@ -65,4 +73,6 @@ def test_the_cache_forgets_files_that_nobody_opens(tmp_path: Path, monkeypatch: 
         (tmp_path / name / "tokenizer.json").write_bytes(b"x" * size)
         os.utime(tmp_path / name, (time.time() - days * day,) * 2)
     remove_unused(tmp_path / "kept")
-    assert sorted(each.name for each in tmp_path.iterdir()) == [".new-y", "a", "d", "kept"], "b and c: beyond the bound, and not of this day"
+    assert sorted(each.name for each in tmp_path.iterdir()) == [".new-y", "a", "d", "kept"], (
+        "b and c: beyond the bound, and not of this day"
+    )

@@ -1,4 +1,6 @@
-"""Which architectures of GGUF files are read, and how the others, and models with what none here has, are refused: in one line that says why."""
+"""Which architectures of GGUF files are read, and how the others, and models with what none here
+has, are refused: in one line that says why.
+"""
 
 from dataclasses import replace
 from pathlib import Path
@@ -16,11 +18,26 @@ FILE = Path("some.gguf")
 
 def head_of(architecture: str, **metadata: Any) -> GgufHead:
     """The least that a file of some layers says; keys without the architecture's name."""
-    sizes = {"embedding_length": 64, "block_count": 8, "feed_forward_length": 128, "context_length": 512, "attention.head_count": 4}
-    values = {f"{architecture}.{key}": value for key, value in (sizes | {"attention.layer_norm_rms_epsilon": 1e-5} | metadata).items()}
+    sizes = {
+        "embedding_length": 64,
+        "block_count": 8,
+        "feed_forward_length": 128,
+        "context_length": 512,
+        "attention.head_count": 4,
+    }
+    values = {
+        f"{architecture}.{key}": value
+        for key, value in (sizes | {"attention.layer_norm_rms_epsilon": 1e-5} | metadata).items()
+    }
     general = {"general.architecture": architecture, "tokenizer.ggml.tokens": ["a", "b"]}
-    shapes = {"token_embd.weight": (2, 64), "blk.0.ffn_down_exps.weight": (6, 64, 40), "blk.0.ffn_gate_inp.weight": (6, 64)}
-    return GgufHead(FILE, general | values, {name: TensorInfo(FILE, name, shape, 0, 0) for name, shape in shapes.items()})
+    shapes = {
+        "token_embd.weight": (2, 64),
+        "blk.0.ffn_down_exps.weight": (6, 64, 40),
+        "blk.0.ffn_gate_inp.weight": (6, 64),
+    }
+    return GgufHead(
+        FILE, general | values, {name: TensorInfo(FILE, name, shape, 0, 0) for name, shape in shapes.items()}
+    )
 
 
 @pytest.mark.parametrize("architecture", [*LACKS, "unheard-of"])
@@ -28,18 +45,27 @@ def test_an_architecture_that_is_not_read_is_refused_by_name(architecture: str) 
     with pytest.raises(StartupError) as caught:
         make_config(head_of(architecture))
     message = str(caught.value)
-    assert f"the GGUF architecture {architecture!r} is not supported" in message and "olmo2" in message and len(message.splitlines()) == 1
+    assert (
+        f"the GGUF architecture {architecture!r} is not supported" in message
+        and "olmo2" in message
+        and len(message.splitlines()) == 1
+    )
     assert LACKS.get(architecture, "") in message and architecture not in FAMILIES
 
 
 @pytest.mark.parametrize(
     ("architecture", "key", "value"),
     [
-        ("llama", "attention.clamp_kqv", 8.0), ("qwen3moe", "expert_gating_func", 2), ("qwen2moe", "expert_weights_scale", 2.5), ("llama", "logit_scale", 0.25),
-        ("mistral3", "attention.temperature_scale", 0.1), ("qwen2", "expert_count", 8), ("gemma3", "attn_logit_softcapping", 50.0),
+        ("llama", "attention.clamp_kqv", 8.0),
+        ("qwen3moe", "expert_gating_func", 2),
+        ("qwen2moe", "expert_weights_scale", 2.5),
+        ("llama", "logit_scale", 0.25),
+        ("mistral3", "attention.temperature_scale", 0.1),
+        ("qwen2", "expert_count", 8),
+        ("gemma3", "attn_logit_softcapping", 50.0),
         ("qwen3", "attention.causal", False),
     ],
-)  # fmt: skip
+)
 def test_what_would_change_every_answer_is_refused(architecture: str, key: str, value: Any) -> None:
     with pytest.raises(StartupError, match=rf"some.gguf: {architecture}.{key} is {value}; no model with it is read"):
         find_family(head_of(architecture, **{key: value}))
@@ -71,7 +97,13 @@ def test_an_old_mixture_says_less_of_itself() -> None:
 def test_an_end_of_a_message_ends_no_answer_of_gpt_oss() -> None:
     names, control = ["a", "<|end|>", "<|return|>", "<|call|>"], 3
     head = head_of("gpt-oss")
-    head.metadata.update({"tokenizer.ggml.tokens": names, "tokenizer.ggml.token_type": [1, control, control, control], "tokenizer.ggml.eot_token_id": 1})
+    head.metadata.update(
+        {
+            "tokenizer.ggml.tokens": names,
+            "tokenizer.ggml.token_type": [1, control, control, control],
+            "tokenizer.ggml.eot_token_id": 1,
+        }
+    )
     head.tensors["token_embd.weight"] = replace(head.tensors["token_embd.weight"], shape=(4, 64))
     assert make_generation_config(head)["eos_token_id"] == [2, 3]
     head.metadata["tokenizer.ggml.tokens"] = ["a", "<|end|>", "b", "c"]  # Phi's
@@ -82,8 +114,14 @@ def test_windows_are_by_a_list_or_by_a_period() -> None:
     pattern = [True, True, False, True, True, True, True, False]
     for key in ({"attention.sliding_window_pattern": pattern}, {"attention.sliding_window_pattern": 3}, {}):
         found = make_config(head_of("olmo2", **{"attention.sliding_window": 24, **key}))
-        expected = pattern if key.get("attention.sliding_window_pattern") == pattern else [(number + 1) % (3 if key else 4) != 0 for number in range(8)]
-        assert [kind == "sliding_attention" for kind in found["layer_types"]] == expected and found["architectures"] == ["Olmo3ForCausalLM"]
+        expected = (
+            pattern
+            if key.get("attention.sliding_window_pattern") == pattern
+            else [(number + 1) % (3 if key else 4) != 0 for number in range(8)]
+        )
+        assert [kind == "sliding_attention" for kind in found["layer_types"]] == expected and found[
+            "architectures"
+        ] == ["Olmo3ForCausalLM"]
     with pytest.raises(StartupError, match="has 1 items for 8 layers"):
         make_config(head_of("exaone4", **{"attention.sliding_window": 24, "attention.sliding_window_pattern": [True]}))
 
@@ -95,14 +133,28 @@ def test_smollm3s_layers_that_do_not_rotate_follow_from_their_number() -> None:
 @pytest.mark.parametrize(
     ("architecture", "key", "value", "says"),
     [
-        ("llama", "rope.dimension_count", 2**31 - 1, "RoPE turns 2147483647 of 16 dimensions"), ("qwen2", "rope.freq_base", 0.0, "by powers of 0"),
-        ("llama", "attention.layer_norm_rms_epsilon", -1.0, "epsilon is -1"), ("glm4", "rope.dimension_sections", [8, 12, 12, 0], "no model with it is read"),
-        ("deepseek2", "expert_gating_func", 3, "expert_gating_func is 3"), ("deepseek2", "expert_weights_norm", True, "chosen by softmax, is not supported"),
+        ("llama", "rope.dimension_count", 2**31 - 1, "RoPE turns 2147483647 of 16 dimensions"),
+        ("qwen2", "rope.freq_base", 0.0, "by powers of 0"),
+        ("llama", "attention.layer_norm_rms_epsilon", -1.0, "epsilon is -1"),
+        ("glm4", "rope.dimension_sections", [8, 12, 12, 0], "no model with it is read"),
+        ("deepseek2", "expert_gating_func", 3, "expert_gating_func is 3"),
+        ("deepseek2", "expert_weights_norm", True, "chosen by softmax, is not supported"),
     ],
-)  # fmt: skip
+)
 def test_numbers_that_no_model_has_are_one_line(architecture: str, key: str, value: Any, says: str) -> None:
-    more = {"expert_count": 6, "expert_used_count": 2, "expert_shared_count": 1, "rope.dimension_count": 8, "attention.key_length": 16,
-            "attention.value_length": 16, "attention.kv_lora_rank": 8} if architecture == "deepseek2" else {}  # fmt: skip
+    more = (
+        {
+            "expert_count": 6,
+            "expert_used_count": 2,
+            "expert_shared_count": 1,
+            "rope.dimension_count": 8,
+            "attention.key_length": 16,
+            "attention.value_length": 16,
+            "attention.kv_lora_rank": 8,
+        }
+        if architecture == "deepseek2"
+        else {}
+    )
     make_config(head_of(architecture, **more))
     with pytest.raises(StartupError, match=says):
         make_config(head_of(architecture, **more | {key: value}))

@@ -19,16 +19,40 @@ from shared.process.errors import StartupError
 from tests.examples import examples
 
 TEXTS = [
-    "Hello world", "  leading  spaces\n\n\tand tabs   \r\n", "def f(x):\n    return x**2 + 1234567.89  # ünïcödé",
+    "Hello world",
+    "  leading  spaces\n\n\tand tabs   \r\n",
+    "def f(x):\n    return x**2 + 1234567.89  # ünïcödé",
     "你好，世界！ 日本語 한국어 العربية 🤖👩‍👩‍👧‍👦",
-    "it's we'll I'M DON'T", "<|im_start|>user\nHi<|im_end|>\n", "\x00\x01\x7f\ufeff\u200b", "a" * 100, " " * 37 + "x", "\n" * 20, "<0x0A> <s> </s>",
-    "1 22 333 4444 55555", "e\u0301 \u00e9", "", " ", "▁", "Café naïve ½ ² ①",
-]  # fmt: skip
-CORPUS = [Path(__file__).read_text(), *TEXTS * 3, *(f"{number} times {number * 37} is {number**2 * 7}, isn't it?\n" for number in range(300))]
-LLAMA3 = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    "it's we'll I'M DON'T",
+    "<|im_start|>user\nHi<|im_end|>\n",
+    "\x00\x01\x7f\ufeff\u200b",
+    "a" * 100,
+    " " * 37 + "x",
+    "\n" * 20,
+    "<0x0A> <s> </s>",
+    "1 22 333 4444 55555",
+    "e\u0301 \u00e9",
+    "",
+    " ",
+    "▁",
+    "Café naïve ½ ² ①",
+]
+CORPUS = [
+    Path(__file__).read_text(),
+    *TEXTS * 3,
+    *(f"{number} times {number * 37} is {number**2 * 7}, isn't it?\n" for number in range(300)),
+]
+LLAMA3 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| "
+    r"?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 BYTES = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
 SPECIALS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
-any_text = st.text(max_size=60) | st.text("ab 1'\n.é<|>", max_size=60) | st.lists(st.sampled_from([*SPECIALS, " ", "x", "\n", "<s>"]), max_size=8).map("".join)
+any_text = (
+    st.text(max_size=60)
+    | st.text("ab 1'\n.é<|>", max_size=60)
+    | st.lists(st.sampled_from([*SPECIALS, " ", "x", "\n", "<s>"]), max_size=8).map("".join)
+)
 
 
 def byte_level(pre: str) -> Tokenizer:
@@ -45,7 +69,13 @@ def byte_level(pre: str) -> Tokenizer:
         "qwen2": pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(LLAMA3.replace("{1,3}", "")), "isolated"), BYTES]),
     }[pre]
     tokenizer.train_from_iterator(
-        CORPUS, trainers.BpeTrainer(vocab_size=900, special_tokens=SPECIALS, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False)
+        CORPUS,
+        trainers.BpeTrainer(
+            vocab_size=900,
+            special_tokens=SPECIALS,
+            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+            show_progress=False,
+        ),
     )
     return tokenizer
 
@@ -54,9 +84,13 @@ def sentencepiece(add_prefix: bool) -> Tokenizer:
     tokenizer = Tokenizer(models.BPE(unk_token="<unk>", fuse_unk=True, byte_fallback=True))
     replace = normalizers.Replace(" ", "▁")
     tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), replace]) if add_prefix else replace
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"▁?[^▁]+|▁+"), "isolated")  # for training only: a merge never crosses a word
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(
+        Regex(r"▁?[^▁]+|▁+"), "isolated"
+    )  # for training only: a merge never crosses a word
     specials = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
-    tokenizer.train_from_iterator(CORPUS, trainers.BpeTrainer(vocab_size=1200, special_tokens=specials, show_progress=False))
+    tokenizer.train_from_iterator(
+        CORPUS, trainers.BpeTrainer(vocab_size=1200, special_tokens=specials, show_progress=False)
+    )
     trained = json.loads(tokenizer.to_str())
     trained["pre_tokenizer"] = None
     trained["added_tokens"] = trained["added_tokens"][:3]
@@ -66,7 +100,9 @@ def sentencepiece(add_prefix: bool) -> Tokenizer:
 TEMPLATE = "{{ bos_token }}{{ messages[0].content }}"
 
 
-def to_gguf(tokenizer: Tokenizer, path: Path, *, pre: str, scores: bool = False, template: Any = TEMPLATE, **flags: bool) -> GgufHead:
+def to_gguf(
+    tokenizer: Tokenizer, path: Path, *, pre: str, scores: bool = False, template: Any = TEMPLATE, **flags: bool
+) -> GgufHead:
     """A file with the tokenizer's metadata only."""
     state = json.loads(tokenizer.to_str())
     tokens = sorted(state["model"]["vocab"], key=state["model"]["vocab"].get)
@@ -93,20 +129,28 @@ def to_gguf(tokenizer: Tokenizer, path: Path, *, pre: str, scores: bool = False,
 
 
 def merge_by_score(head: GgufHead, text: str) -> list[int]:
-    """SentencePiece's BPE as it is defined: of all neighbours that make a token together, those with the best score become one, the leftmost first."""
+    """SentencePiece's BPE as it is defined: of all neighbours that make a token together, those
+    with the best score become one, the leftmost first.
+    """
     tokens, scores = head.metadata["tokenizer.ggml.tokens"], head.metadata["tokenizer.ggml.scores"]
     kinds = head.metadata["tokenizer.ggml.token_type"]
     number_of = {token: number for number, token in enumerate(tokens) if kinds[number] == 1}
     pieces = list(text)
     while True:
-        found = [(-scores[number_of[pair]], at) for at in range(len(pieces) - 1) if (pair := pieces[at] + pieces[at + 1]) in number_of]
+        found = [
+            (-scores[number_of[pair]], at)
+            for at in range(len(pieces) - 1)
+            if (pair := pieces[at] + pieces[at + 1]) in number_of
+        ]
         if not found:
             break
         _, at = min(found)
         pieces[at : at + 2] = [pieces[at] + pieces[at + 1]]
     ids = []
     for piece in pieces:
-        ids += [number_of[piece]] if piece in number_of else [tokens.index(f"<0x{byte:02X}>") for byte in piece.encode()]
+        ids += (
+            [number_of[piece]] if piece in number_of else [tokens.index(f"<0x{byte:02X}>") for byte in piece.encode()]
+        )
     return ids
 
 
@@ -133,7 +177,14 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 @pytest.fixture(scope="module", params=[True, False])
 def sentencepiece_file(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> GgufHead:
     path = tmp_path_factory.mktemp("gguf") / "model.gguf"
-    return to_gguf(sentencepiece(request.param), path, pre="default", scores=True, add_bos_token=False, add_space_prefix=request.param)
+    return to_gguf(
+        sentencepiece(request.param),
+        path,
+        pre="default",
+        scores=True,
+        add_bos_token=False,
+        add_space_prefix=request.param,
+    )
 
 
 @examples(150)
@@ -149,7 +200,10 @@ def test_byte_level_tokens_are_the_originals(pair: tuple[Tokenizer, Tokenizer], 
 @examples(150)
 @given(text=any_text)
 def test_sentencepiece_tokens_follow_from_the_scores(sentencepiece_file: GgufHead, text: str) -> None:
-    made, prefix = build_once(sentencepiece_file), "▁" if sentencepiece_file.metadata["tokenizer.ggml.add_space_prefix"] else ""
+    made, prefix = (
+        build_once(sentencepiece_file),
+        "▁" if sentencepiece_file.metadata["tokenizer.ggml.add_space_prefix"] else "",
+    )
     for each in (*TEXTS, text):
         plain = each.replace("<", "(")  # special tokens are found before anything is merged
         ids = made.encode(plain).ids
@@ -161,7 +215,11 @@ def test_transformers_reads_the_same_and_renders_the_template(tmp_path: Path) ->
     from transformers import AutoTokenizer
 
     head = to_gguf(byte_level("smollm"), tmp_path / "model.gguf", pre="smollm", add_bos_token=True)
-    for name, content in (("tokenizer", make_tokenizer(head)), ("tokenizer_config", make_tokenizer_config(head)), ("config", {"model_type": "llama"})):
+    for name, content in (
+        ("tokenizer", make_tokenizer(head)),
+        ("tokenizer_config", make_tokenizer_config(head)),
+        ("config", {"model_type": "llama"}),
+    ):
         (tmp_path / f"{name}.json").write_text(json.dumps(content))
     read, made = AutoTokenizer.from_pretrained(tmp_path), build(head)
     for text in TEXTS:
@@ -173,11 +231,21 @@ def test_transformers_reads_the_same_and_renders_the_template(tmp_path: Path) ->
 def test_templates_that_have_names_are_read_as_transformers_writes_them(tmp_path: Path) -> None:
     from transformers import AutoTokenizer
 
-    named = [{"name": "default", "template": TEMPLATE}, {"name": "tool_use", "template": "{{ tools[0].function.name }}"}]
+    named = [
+        {"name": "default", "template": TEMPLATE},
+        {"name": "tool_use", "template": "{{ tools[0].function.name }}"},
+    ]
     head = to_gguf(byte_level("smollm"), tmp_path / "model.gguf", pre="smollm", template=named)
-    for name, content in (("tokenizer", make_tokenizer(head)), ("tokenizer_config", make_tokenizer_config(head)), ("config", {"model_type": "llama"})):
+    for name, content in (
+        ("tokenizer", make_tokenizer(head)),
+        ("tokenizer_config", make_tokenizer_config(head)),
+        ("config", {"model_type": "llama"}),
+    ):
         (tmp_path / f"{name}.json").write_text(json.dumps(content))
-    read, tool = AutoTokenizer.from_pretrained(tmp_path), {"type": "function", "function": {"name": "add", "description": "", "parameters": {}}}
+    read, tool = (
+        AutoTokenizer.from_pretrained(tmp_path),
+        {"type": "function", "function": {"name": "add", "description": "", "parameters": {}}},
+    )
     assert read.apply_chat_template([{"role": "user", "content": "Hi"}], tokenize=False) == "<|im_start|>Hi"
     assert read.apply_chat_template([{"role": "user", "content": "Hi"}], tools=[tool], tokenize=False) == "add"
 
@@ -196,7 +264,9 @@ def test_added_tokens_are_found_whole_and_bos_is_where_the_file_wants_it(tmp_pat
     assert made.get_vocab_size() == number + 2, "a token that is there twice keeps its place"
 
 
-@pytest.mark.parametrize(("pre", "is_llama3"), [("llama-bpe", True), ("lfm2", True), ("dbrx", False), ("smaug-bpe", False)])
+@pytest.mark.parametrize(
+    ("pre", "is_llama3"), [("llama-bpe", True), ("lfm2", True), ("dbrx", False), ("smaug-bpe", False)]
+)
 def test_names_that_split_alike_may_begin_and_merge_differently(pre: str, is_llama3: bool, tmp_path: Path) -> None:
     """As llama.cpp has it: ignore_merges and a BOS token are of Llama 3's own, and of some relatives."""
     made = make_tokenizer(to_gguf(byte_level("llama-bpe"), tmp_path / "model.gguf", pre=pre))
@@ -206,22 +276,34 @@ def test_names_that_split_alike_may_begin_and_merge_differently(pre: str, is_lla
 @pytest.mark.parametrize(
     ("pre", "text", "words"),
     [
-        ("deepseek-v3", "It's 12345 你好world!foo\n x", ["It", "'s", " ", "123", "45", " ", "你好", "world", "!foo", "\n", " x"]),
+        (
+            "deepseek-v3",
+            "It's 12345 你好world!foo\n x",
+            ["It", "'s", " ", "123", "45", " ", "你好", "world", "!foo", "\n", " x"],
+        ),
         ("deepseek-coder", "a 123, é你好 b\n", ["a", " ", "1", "2", "3", ",", " é", "你好", " b", "\n"]),
         ("deepseek-llm", "a 12, é你好 b\n", ["a", " ", "1", "2", ",", " é", "你好", " b", "\n"]),
         ("seed-coder", "Don't 42!\n", ["Don", "'t", " ", "4", "2", "!", "\n"]),
         ("qwen2", "Don't 42!\n", ["Don", "'t", " ", "4", "2", "!\n"]),
     ],
-)  # fmt: skip
+)
 def test_texts_are_cut_into_words_as_the_makers_do(pre: str, text: str, words: list[str], tmp_path: Path) -> None:
     made = build(to_gguf(byte_level("gpt-2"), tmp_path / "model.gguf", pre=pre))
     assert [text[begin:end] for _, (begin, end) in made.pre_tokenizer.pre_tokenize_str(text)] == words
 
 
-@pytest.mark.parametrize(("unknown", "token"), [(None, "<unk>"), (0, "<unk>"), (1, "<s>"), (10_000_000, None), ("<unk>", None)])
-def test_the_unknown_token_is_that_of_the_file_or_the_first(unknown: Any, token: str | None, sentencepiece_file: GgufHead) -> None:
+@pytest.mark.parametrize(
+    ("unknown", "token"), [(None, "<unk>"), (0, "<unk>"), (1, "<s>"), (10_000_000, None), ("<unk>", None)]
+)
+def test_the_unknown_token_is_that_of_the_file_or_the_first(
+    unknown: Any, token: str | None, sentencepiece_file: GgufHead
+) -> None:
     """The first is usual, and none is taken where no token has that number."""
-    metadata = sentencepiece_file.metadata if unknown is None else sentencepiece_file.metadata | {"tokenizer.ggml.unknown_token_id": unknown}
+    metadata = (
+        sentencepiece_file.metadata
+        if unknown is None
+        else sentencepiece_file.metadata | {"tokenizer.ggml.unknown_token_id": unknown}
+    )
     assert make_tokenizer(replace(sentencepiece_file, metadata=metadata))["model"]["unk_token"] == token
 
 
@@ -258,7 +340,10 @@ VOCABULARIES = Path(os.environ.get("PENSTOCK_TEST_VOCABULARIES", "") or "/nowher
 def test_published_vocabularies_give_the_tokens_of_the_makers_tokenizers(path: Path) -> None:
     """llama.cpp has the vocabularies of some models, texts, and what the makers' tokenizers make of these."""
     head = read_head(path.with_suffix(""))
-    if head.metadata["tokenizer.ggml.model"] not in ("gpt2", "llama") or head.metadata.get("tokenizer.ggml.pre", "default") not in SPLITS:
+    if (
+        head.metadata["tokenizer.ggml.model"] not in ("gpt2", "llama")
+        or head.metadata.get("tokenizer.ggml.pre", "default") not in SPLITS
+    ):
         pytest.skip("of a kind that is not read")
     made = build(head)
     texts = path.read_bytes().decode().split("\n__ggml_vocab_test__\n")[:-1]

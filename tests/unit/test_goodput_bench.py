@@ -20,7 +20,9 @@ from shared.process.errors import StartupError
 
 LIMITS = Limits(2.0, 0.1)
 ANSWER = Answer("three words here", "", 5, 3, [1.0, 1.1, 1.2], 1.2)
-requests = st.lists(st.builds(TraceRequest, st.integers(1, 9000), st.integers(1, 1000), st.floats(0, 4000)), min_size=2, max_size=40)
+requests = st.lists(
+    st.builds(TraceRequest, st.integers(1, 9000), st.integers(1, 1000), st.floats(0, 4000)), min_size=2, max_size=40
+)
 
 
 @given(carried=st.floats(0.05, 500), first=st.floats(0.1, 100), step=st.floats(1.2, 4))
@@ -51,7 +53,9 @@ def test_a_replay_has_the_rate_and_the_trace_s_bursts(trace: list[TraceRequest],
     if span > 1e-3:
         assert (len(trace) - 1) / timed[-1].arrived_at == pytest.approx(rate)
         for (early, late), (before, after) in zip(pairwise(timed), pairwise(trace), strict=True):
-            assert (late.arrived_at - early.arrived_at) * rate * span == pytest.approx((after.arrived_at - before.arrived_at) * (len(trace) - 1), abs=1e-6)
+            assert (late.arrived_at - early.arrived_at) * rate * span == pytest.approx(
+                (after.arrived_at - before.arrived_at) * (len(trace) - 1), abs=1e-6
+            )
 
 
 @given(requests, st.floats(0.001, 3), st.integers(2, 4096))
@@ -82,7 +86,9 @@ def test_both_limits_count() -> None:
 
 
 def test_the_percentiles_of_a_run() -> None:
-    answers = [replace(ANSWER, times=[0.01 * number, 0.01 * number + 0.2], num_output_tokens=2) for number in range(1, 102)]
+    answers = [
+        replace(ANSWER, times=[0.01 * number, 0.01 * number + 0.2], num_output_tokens=2) for number in range(1, 102)
+    ]
     figures = summarize(answers, [TraceRequest(5, 2)] * len(answers))
     assert figures["ttft_p50_ms"] == pytest.approx(510) and figures["ttft_p99_ms"] == pytest.approx(1000)
     assert figures["tpot_p50_ms"] == pytest.approx(200)
@@ -94,7 +100,10 @@ async def replayed(delay_s: float, count: int, last_at: float, limits: Limits) -
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readuntil(b"\r\n\r\n")
         await asyncio.sleep(delay_s)
-        chunks = [{"choices": [{"text": "word"}]}, {"choices": [], "usage": {"prompt_tokens": 1, "completion_tokens": 1}}]
+        chunks = [
+            {"choices": [{"text": "word"}]},
+            {"choices": [], "usage": {"prompt_tokens": 1, "completion_tokens": 1}},
+        ]
         body = "".join(f"data: {json.dumps(chunk)}\n\n" for chunk in chunks) + "data: [DONE]\n\n"
         writer.write(b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\n\r\n" + body.encode())
         writer.close()
@@ -102,7 +111,9 @@ async def replayed(delay_s: float, count: int, last_at: float, limits: Limits) -
     server = await asyncio.start_server(serve, "127.0.0.1", 0)
     async with server:
         url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
-        return await try_rate(url, "model", ["word"] * count, [TraceRequest(1, 1)] * (count - 1) + [TraceRequest(1, 1, last_at)], limits)
+        return await try_rate(
+            url, "model", ["word"] * count, [TraceRequest(1, 1)] * (count - 1) + [TraceRequest(1, 1, last_at)], limits
+        )
 
 
 def test_a_replay_is_given_up_when_too_many_are_late() -> None:
@@ -114,7 +125,11 @@ def test_a_replay_is_given_up_when_too_many_are_late() -> None:
 def test_conversations_have_the_lengths_of_their_texts(tmp_path: Path) -> None:
     file, prose = tmp_path / "chats.json", Prose(DEMO_MODEL)
     question, answer = prose.take(40), prose.take(20)
-    file.write_text(json.dumps([{"id": "x", "conversations": [{"from": "human", "value": question}, {"from": "gpt", "value": answer}]}]))
+    file.write_text(
+        json.dumps(
+            [{"id": "x", "conversations": [{"from": "human", "value": question}, {"from": "gpt", "value": answer}]}]
+        )
+    )
     [(text, request)] = conversations(file, prose, 1.0, 2048)
     assert text == question and (request.num_prompt_tokens, request.num_output_tokens) == pytest.approx((40, 20), abs=2)
     [(text, request)] = conversations(file, prose, 0.5, 2048)

@@ -16,7 +16,8 @@ from services.compute.sequence.batch import BatchRow, ScheduledBatch
 from shared.model.vision.images import ImageRun
 from shared.process.errors import Invalid, StartupError
 from shared.process.group_settings import split_address
-from shared.process.settings import ComputeSettings, UpSettings, environment_of, load_settings
+from shared.process.settings import ComputeSettings, UpSettings, load_settings
+from shared.process.stage_settings import environment_of
 from shared.process.telemetry import JsonFormatter, Values
 
 numbers = st.integers(0, 1 << 40)
@@ -30,9 +31,22 @@ def tuples(items: st.SearchStrategy[object], most: int = 8) -> st.SearchStrategy
 
 
 rows = st.builds(
-    BatchRow, numbers, tuples(names), numbers, tuples(numbers, 20), spans, numbers, numbers, tuples(names), spans, st.integers(-1000, 1000),
-    tuples(numbers), tuples(runs, 3), st.booleans(), tuples(tuples(numbers), 3),
-)  # fmt: skip
+    BatchRow,
+    numbers,
+    tuples(names),
+    numbers,
+    tuples(numbers, 20),
+    spans,
+    numbers,
+    numbers,
+    tuples(names),
+    spans,
+    st.integers(-1000, 1000),
+    tuples(numbers),
+    tuples(runs, 3),
+    st.booleans(),
+    tuples(tuples(numbers), 3),
+)
 batches = st.builds(ScheduledBatch, tuples(rows, 5), numbers, tuples(st.tuples(numbers, numbers)))
 
 
@@ -84,15 +98,37 @@ def test_the_protocol_follows_the_fields_of_all_that_is_sent() -> None:
 @pytest.mark.parametrize(
     ("flags", "line"),
     [
-        ("--rank 1", "--rank 1 needs --master HOST:PORT, where rank 0 listens; without these three, rank 0 starts the others on this host"),
-        ("--world-size 3 --tensor-parallel-size 2", "--world-size 3 is not --tensor-parallel-size 2 times --pipeline-parallel-size 1, which is 2"),
-        ("--tensor-parallel-size 2 --world-size 2", "--world-size 2 needs --master HOST:PORT, where rank 0 listens; without"),
-        ("--master a:1", "--master is for groups: --tensor-parallel-size or --pipeline-parallel-size says of how many ranks"),
+        (
+            "--rank 1",
+            "--rank 1 needs --master HOST:PORT, where rank 0 listens; without these three, rank 0 starts the others "
+            "on this host",
+        ),
+        (
+            "--world-size 3 --tensor-parallel-size 2",
+            "--world-size 3 is not --tensor-parallel-size 2 times --pipeline-parallel-size 1, which is 2",
+        ),
+        (
+            "--tensor-parallel-size 2 --world-size 2",
+            "--world-size 2 needs --master HOST:PORT, where rank 0 listens; without",
+        ),
+        (
+            "--master a:1",
+            "--master is for groups: --tensor-parallel-size or --pipeline-parallel-size says of how many ranks",
+        ),
         ("--master a:1 --pipeline-parallel-size 2", "--master needs --rank: this process's place, from 0 to 1"),
-        ("--master a:1 --tensor-parallel-size 2 --pipeline-parallel-size 2 --rank 4", "--rank 4: the 4 ranks of the group are 0 to 3"),
+        (
+            "--master a:1 --tensor-parallel-size 2 --pipeline-parallel-size 2 --rank 4",
+            "--rank 4: the 4 ranks of the group are 0 to 3",
+        ),
         ("--master a --tensor-parallel-size 2 --rank 0", "--master takes HOST:PORT, as in 10.0.0.7:29400, not 'a'"),
-        ("--shard-weights", "--shard-weights needs --tensor-parallel-size of 2 or more: the ranks that keep the weights"),
-        ("--shard-weights --tensor-parallel-size 2 --pipeline-parallel-size 2", "--shard-weights: rank 0 computes alone, so there are no"),
+        (
+            "--shard-weights",
+            "--shard-weights needs --tensor-parallel-size of 2 or more: the ranks that keep the weights",
+        ),
+        (
+            "--shard-weights --tensor-parallel-size 2 --pipeline-parallel-size 2",
+            "--shard-weights: rank 0 computes alone, so there are no",
+        ),
         ("--tensor-parallel-size 0", "--tensor-parallel-size: Input should be greater than or equal to 1, got '0'"),
     ],
 )
@@ -111,12 +147,21 @@ def test_addresses() -> None:
 
 
 def test_a_rank_reads_the_settings_of_the_one_that_started_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    settings = ComputeSettings(model="m", tensor_parallel_size=2, kv_cache_memory=1 << 30, prefix_caching=False, kv_disk="/x,1GiB", target_itl_ms=2.5)
+    settings = ComputeSettings(
+        model="m",
+        tensor_parallel_size=2,
+        kv_cache_memory=1 << 30,
+        prefix_caching=False,
+        kv_disk="/x,1GiB",
+        target_itl_ms=2.5,
+    )
     for name, value in environment_of(settings).items():
         monkeypatch.setenv(name, value)
     assert load_settings(ComputeSettings, []) == settings
     up = load_settings(UpSettings, ["--tensor-parallel-size", "2", "--group-timeout-s", "3"])
-    assert {"PENSTOCK_TENSOR_PARALLEL_SIZE": "2", "PENSTOCK_GROUP_TIMEOUT_S": "3.0"}.items() <= environment_of(up).items()
+    assert {"PENSTOCK_TENSOR_PARALLEL_SIZE": "2", "PENSTOCK_GROUP_TIMEOUT_S": "3.0"}.items() <= environment_of(
+        up
+    ).items()
 
 
 @given(st.sets(st.integers(0, 63), min_size=1), st.integers(1, 8), st.integers(1, 4))

@@ -17,7 +17,9 @@ def most_kv(ranks: tuple[HeadsOfRank, ...]) -> int:
 
 
 @given(counts, counts, sizes)
-def test_every_query_head_is_on_one_rank_with_the_kv_head_that_it_reads(num_kv_heads: int, sharing: int, size: int) -> None:
+def test_every_query_head_is_on_one_rank_with_the_kv_head_that_it_reads(
+    num_kv_heads: int, sharing: int, size: int
+) -> None:
     num_heads = num_kv_heads * sharing
     for may_repeat in (True, False):
         found = divide_heads(num_heads, num_kv_heads, size, may_repeat=may_repeat)
@@ -30,7 +32,9 @@ def test_every_query_head_is_on_one_rank_with_the_kv_head_that_it_reads(num_kv_h
 
 
 @given(counts, counts, sizes)
-def test_a_kv_head_is_repeated_only_where_that_helps_and_no_rank_gets_more_of_them(num_kv_heads: int, sharing: int, size: int) -> None:
+def test_a_kv_head_is_repeated_only_where_that_helps_and_no_rank_gets_more_of_them(
+    num_kv_heads: int, sharing: int, size: int
+) -> None:
     found, whole = (divide_heads(num_kv_heads * sharing, num_kv_heads, size, may_repeat=each) for each in (True, False))
     assert found == whole or most_columns(found) < most_columns(whole)
     assert most_kv(found) <= most_kv(whole)
@@ -44,4 +48,6 @@ def test_models_that_people_have() -> None:
     """SmolLM2 135M on two ranks, Qwen2.5 0.5B on four."""
     assert divide_heads(9, 3, 2) == (HeadsOfRank(range(5), range(2)), HeadsOfRank(range(5, 9), range(1, 3)))
     found = divide_heads(14, 2, 4)
-    assert [len(each.queries) for each in found] == [4, 3, 4, 3] and [each.kv for each in found] == [range(1)] * 2 + [range(1, 2)] * 2
+    assert [len(each.queries) for each in found] == [4, 3, 4, 3] and [each.kv for each in found] == [range(1)] * 2 + [
+        range(1, 2)
+    ] * 2

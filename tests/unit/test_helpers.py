@@ -72,7 +72,9 @@ def test_a_helper_of_a_user_starts_no_process() -> None:
     user = pwd.getpwnam("nobody").pw_uid
     question = b"child"
     asked = QUESTION.pack(30.0, len(question)) + question
-    with subprocess.Popen([sys.executable, "-m", MODULE, str(user)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+    with subprocess.Popen(
+        [sys.executable, "-m", MODULE, str(user)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as process:
         assert process.stdin is not None and process.stdout is not None and process.stderr is not None
         process.stdin.write(asked)
         process.stdin.flush()
@@ -94,10 +96,21 @@ def test_an_answer_is_read_without_running_code() -> None:
 
     async def use(pool: HelperPool) -> None:
         found: Any = await pool.ask("", b"arrays", limit_s=30)
-        assert found["b"] == (1, ("x", [None])) and (found["a"] == np.arange(6).reshape(2, 3)).all() and found["a"].dtype == np.int32
+        assert (
+            found["b"] == (1, ("x", [None]))
+            and (found["a"] == np.arange(6).reshape(2, 3)).all()
+            and found["a"].dtype == np.int32
+        )
         refusal = await pool.ask("", b"invalid", limit_s=30)
-        assert isinstance(refusal, Invalid) and (str(refusal), refusal.param, refusal.code, refusal.status) == ("no", "p", "c", 404)
-        assert await pool.ask("", b"forged", limit_s=30) == b"", "neither the pool's questions nor its answers are a child's"
+        assert isinstance(refusal, Invalid) and (str(refusal), refusal.param, refusal.code, refusal.status) == (
+            "no",
+            "p",
+            "c",
+            404,
+        )
+        assert await pool.ask("", b"forged", limit_s=30) == b"", (
+            "neither the pool's questions nor its answers are a child's"
+        )
         assert await pool.ask("", b"look", limit_s=30) == ["look"]
 
     with_pool(use)
@@ -121,7 +134,11 @@ def test_a_body_comes_back_as_it_was_parsed(kind: Any, content: bytes) -> None:
     body = parse(kind, content)
     classes: tuple[type, ...] = (*models(BaseModel), Content, GivenImage)
     found = unpack(pack(bodies.answer(names_of(kind) + content)), classes)
-    assert type(found) is kind and found.model_fields_set == body.model_fields_set and found.passed_over == body.passed_over
+    assert (
+        type(found) is kind
+        and found.model_fields_set == body.model_fields_set
+        and found.passed_over == body.passed_over
+    )
     assert repr(found) == repr(body) and repr(found.__pydantic_private__) == repr(body.__pydantic_private__)
     if kind is ChatCompletionBody:
         assert found.messages[0].content.parts == body.messages[0].content.parts
@@ -174,7 +191,9 @@ def test_one_tenant_has_all_helpers_until_others_come(tmp_path: Path) -> None:
 
 def test_what_is_slow_gives_its_helper_back_and_still_ends(tmp_path: Path) -> None:
     async def use(pool: HelperPool) -> None:
-        slow = [asyncio.create_task(pool.ask(tenant, f"wait {tmp_path / 'go'}".encode(), limit_s=90)) for tenant in "abcd"]
+        slow = [
+            asyncio.create_task(pool.ask(tenant, f"wait {tmp_path / 'go'}".encode(), limit_s=90)) for tenant in "abcd"
+        ]
         await all_are_at_work(pool)
         for _ in range(5):
             await pool.ask("quick", b"look", limit_s=30)
@@ -189,7 +208,9 @@ def test_the_time_counts_from_the_asking_on() -> None:
         pool.begin_to_start()
         await asyncio.gather(*pool._starting)
         began = time.monotonic()
-        found = await asyncio.gather(*(pool.ask(f"{number}", b"sleep 60", limit_s=1.0) for number in range(20)), return_exceptions=True)
+        found = await asyncio.gather(
+            *(pool.ask(f"{number}", b"sleep 60", limit_s=1.0) for number in range(20)), return_exceptions=True
+        )
         assert {type(each) for each in found} == {TimeoutError, Rejected}
         assert time.monotonic() - began < 20, "not one after the other"
         assert await pool.ask("", b"look", limit_s=1.0) == ["look"]
@@ -211,7 +232,9 @@ def test_a_tenant_s_slow_checks_hold_no_other_s_answer_back(monkeypatch: pytest.
         for task in slow:
             task.cancel()
         await asyncio.gather(*slow, return_exceptions=True)
-        assert (await checker.check("b", [("", "{}")], "[" * 100_000, []))[0]["message"] == "not checked: it is nested deeper than 128 levels"
+        assert (await checker.check("b", [("", "{}")], "[" * 100_000, []))[0][
+            "message"
+        ] == "not checked: it is nested deeper than 128 levels"
         await checker.helpers.stop()
 
     asyncio.run(run())

@@ -1,4 +1,6 @@
-"""JSON schemas as clients send them: taken, enforced where that is possible, named where it is not, and checked at the answer's end."""
+"""JSON schemas as clients send them: taken, enforced where that is possible, named where it is not,
+and checked at the answer's end.
+"""
 
 import asyncio
 import ipaddress
@@ -37,11 +39,17 @@ def prepared(schema: Any, *, is_lenient: bool = False) -> Enforceable:
 
 def allows(found: Enforceable, value: Any) -> bool:
     matcher = compile_grammar(found.constraint, vocabulary())
-    return bool(matcher.consume_tokens(vocabulary().tokenizer.tokenize_str(json.dumps(value))) and matcher.is_accepting())
+    return bool(
+        matcher.consume_tokens(vocabulary().tokenizer.tokenize_str(json.dumps(value))) and matcher.is_accepting()
+    )
 
 
 DRAFT_4 = {"$schema": "http://json-schema.org/draft-04/schema#"}
-AB: dict[str, Any] = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}, "additionalProperties": False}
+AB: dict[str, Any] = {
+    "type": "object",
+    "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}},
+    "additionalProperties": False,
+}
 # A schema; values that keep to it; values that do not
 ENFORCED: dict[str, tuple[Any, list[Any], list[Any]]] = {
     "not const": ({"type": "string", "not": {"const": "ab"}}, ["", "a", "abc", "b"], ["ab"]),
@@ -55,23 +63,54 @@ ENFORCED: dict[str, tuple[Any, list[Any], list[Any]]] = {
         [{}, {"a": 2}, {"a": 1, "b": 3}, {"b": 2}],
         [{"a": 1}],
     ),
-    "if else": ({"type": "integer", "if": {"minimum": 10}, "then": {"multipleOf": 10}, "else": {"maximum": 3}}, [20, 3], [15, 5]),
+    "if else": (
+        {"type": "integer", "if": {"minimum": 10}, "then": {"multipleOf": 10}, "else": {"maximum": 3}},
+        [20, 3],
+        [15, 5],
+    ),
     "dependencies": ({**AB, "dependencies": {"a": ["b"]}}, [{}, {"b": 1}, {"a": 1, "b": 1}], [{"a": 1}]),
-    "dependentRequired": ({**AB, "dependentRequired": {"a": ["b"], "b": ["a"]}}, [{}, {"a": 1, "b": 1}], [{"a": 1}, {"b": 1}]),
-    "dependentSchemas": ({**AB, "dependentSchemas": {"a": {"properties": {"b": {"maximum": 5}}}}}, [{"b": 9}, {"a": 1, "b": 5}], [{"a": 1, "b": 9}]),
+    "dependentRequired": (
+        {**AB, "dependentRequired": {"a": ["b"], "b": ["a"]}},
+        [{}, {"a": 1, "b": 1}],
+        [{"a": 1}, {"b": 1}],
+    ),
+    "dependentSchemas": (
+        {**AB, "dependentSchemas": {"a": {"properties": {"b": {"maximum": 5}}}}},
+        [{"b": 9}, {"a": 1, "b": 5}],
+        [{"a": 1, "b": 9}],
+    ),
     "minProperties": ({**AB, "minProperties": 1}, [{"a": 1}, {"b": 1}, {"a": 1, "b": 1}], [{}]),
     "maxProperties": ({**AB, "maxProperties": 1}, [{}, {"a": 1}, {"b": 1}], [{"a": 1, "b": 1}]),
     "propertyNames": ({"type": "object", "propertyNames": {"pattern": "^x"}}, [{}, {"x1": 2}], [{"y": 1}]),
-    "oneOf": ({**AB, "oneOf": [{"required": ["a"]}, {"required": ["b"]}]}, [{"a": 1}, {"b": 1}], [{}, {"a": 1, "b": 1}]),
-    "oneOf of types": ({"oneOf": [{"type": "string"}, {"type": "string", "enum": ["x"]}, {"type": "null"}]}, ["y", None], ["x"]),
+    "oneOf": (
+        {**AB, "oneOf": [{"required": ["a"]}, {"required": ["b"]}]},
+        [{"a": 1}, {"b": 1}],
+        [{}, {"a": 1, "b": 1}],
+    ),
+    "oneOf of types": (
+        {"oneOf": [{"type": "string"}, {"type": "string", "enum": ["x"]}, {"type": "null"}]},
+        ["y", None],
+        ["x"],
+    ),
     "oneOf told apart by a property": (
-        {"type": "object", "oneOf": [{"properties": {"kind": {"const": each}, each: {"type": "integer"}}} for each in ("p", "q")]},
+        {
+            "type": "object",
+            "oneOf": [{"properties": {"kind": {"const": each}, each: {"type": "integer"}}} for each in ("p", "q")],
+        },
         [{"kind": "p", "p": 1}, {"kind": "q"}],
         [{"p": 1}, {"kind": "r"}, {"kind": "q", "q": "x"}],
     ),
-    "draft 4's bounds": ({**DRAFT_4, "type": "integer", "minimum": 3, "exclusiveMinimum": True, "maximum": 9, "exclusiveMaximum": False}, [4, 9], [3]),
-    "siblings in draft 4": ({**DRAFT_4, "$ref": "#/definitions/a", "definitions": {"a": {"enum": [1]}}, "not": {}}, [1], [2]),
-}  # fmt: skip
+    "draft 4's bounds": (
+        {**DRAFT_4, "type": "integer", "minimum": 3, "exclusiveMinimum": True, "maximum": 9, "exclusiveMaximum": False},
+        [4, 9],
+        [3],
+    ),
+    "siblings in draft 4": (
+        {**DRAFT_4, "$ref": "#/definitions/a", "definitions": {"a": {"enum": [1]}}, "not": {}},
+        [1],
+        [2],
+    ),
+}
 
 
 @pytest.mark.parametrize("name", ENFORCED)
@@ -94,7 +133,16 @@ def test_a_date_is_one_of_the_calendar(name: str) -> None:
     found = prepared({"type": "string", "format": name})
     for right in ("2024-02-29", "2000-02-29", "0001-01-01", "9999-12-31", "0004-02-29", "2023-02-28"):
         assert allows(found, DATES[name].format(right)), right
-    for wrong in ("0000-07-07", "2023-02-29", "1900-02-29", "2024-04-31", "2024-13-01", "2024-00-10", "2024-01-00", "0000-02-29"):
+    for wrong in (
+        "0000-07-07",
+        "2023-02-29",
+        "1900-02-29",
+        "2024-04-31",
+        "2024-13-01",
+        "2024-00-10",
+        "2024-01-00",
+        "0000-02-29",
+    ):
         assert not allows(found, DATES[name].format(wrong)), wrong
 
 
@@ -102,16 +150,25 @@ LEFT: dict[str, tuple[Any, str]] = {
     "uniqueItems": ({"type": "array", "items": {"type": "string"}, "uniqueItems": True}, "uniqueItems"),
     "foreign $ref": ({"type": "object", "properties": {"a": {"$ref": "https://example.com/a.json"}}}, "$ref"),
     "look-behind": ({"type": "string", "pattern": "(?<=a)b"}, "pattern"),
-    "patterns that overlap": ({"type": "object", "patternProperties": {"^a": {"type": "integer"}, "b$": {"type": "string"}}}, "patternProperties"),
+    "patterns that overlap": (
+        {"type": "object", "patternProperties": {"^a": {"type": "integer"}, "b$": {"type": "string"}}},
+        "patternProperties",
+    ),
     "counted contains": ({"type": "array", "contains": {"const": 1}, "minContains": 2}, "contains"),
     "negated multipleOf": ({"type": "integer", "not": {"multipleOf": 2}}, "not"),
-    "oneOf that overlaps": ({"oneOf": [{"type": "integer", "multipleOf": 2}, {"type": "integer", "multipleOf": 3}]}, "oneOf"),
+    "oneOf that overlaps": (
+        {"oneOf": [{"type": "integer", "multipleOf": 2}, {"type": "integer", "multipleOf": 3}]},
+        "oneOf",
+    ),
     "uniqueItems of an enum": ({"type": "array", "items": {"enum": ["a", "b"]}, "uniqueItems": True}, "uniqueItems"),
     "contains": ({"type": "array", "items": {"type": "integer"}, "contains": {"const": 7}}, "contains"),
     "look-ahead": ({"type": "string", "pattern": "^(?!no|never$)(?=.*[0-9])[a-z0-9]+$"}, "pattern"),
     "flags": ({"type": "string", "pattern": "(?i)^a$"}, "pattern"),
     "negated pattern": ({"type": "string", "not": {"pattern": "^(ab|c)$"}}, "not"),
-    "unevaluatedProperties": ({"allOf": [{"properties": {"a": True}}], "type": "object", "unevaluatedProperties": False}, "unevaluatedProperties"),
+    "unevaluatedProperties": (
+        {"allOf": [{"properties": {"a": True}}], "type": "object", "unevaluatedProperties": False},
+        "unevaluatedProperties",
+    ),
     "unevaluatedItems": ({"allOf": [{"prefixItems": [{}]}], "unevaluatedItems": False}, "unevaluatedItems"),
 }
 
@@ -122,7 +179,9 @@ def test_what_cannot_be_enforced_is_named_without_strict_and_refused_by_name_wit
     assert prepared(schema, is_lenient=True).ignored == (f"{PARAM}: {keyword}",)
     with pytest.raises(Invalid, match=re.escape(keyword)) as refused:
         prepared(schema)
-    assert refused.value.param == PARAM and refused.value.code == "invalid_json_schema" and len(str(refused.value)) < 500
+    assert (
+        refused.value.param == PARAM and refused.value.code == "invalid_json_schema" and len(str(refused.value)) < 500
+    )
 
 
 def test_a_format_that_nobody_knows_is_a_remark() -> None:
@@ -132,9 +191,13 @@ def test_a_format_that_nobody_knows_is_a_remark() -> None:
 
 
 NOTHING: list[Any] = [
-    False, {"not": {}}, {"type": "integer", "minimum": 3, "maximum": 2}, {"type": "strin"}, 7,
+    False,
+    {"not": {}},
+    {"type": "integer", "minimum": 3, "maximum": 2},
+    {"type": "strin"},
+    7,
     {"required": ["a"], "type": "object", "properties": {"a": False}},
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("schema", NOTHING)
@@ -147,10 +210,20 @@ def test_what_nothing_matches_and_what_is_no_schema_is_refused(schema: Any, is_l
 
 def test_a_schema_that_the_engine_cannot_put_together_is_held_to_at_its_top() -> None:
     again = {"allOf": [{"$ref": "#"}, {"properties": {"again": {"required": ["n"]}}, "type": "object"}]}
-    schema = {"type": "object", "properties": {"n": {"type": "integer"}, "again": again}, "required": ["n"], "additionalProperties": False}
+    schema = {
+        "type": "object",
+        "properties": {"n": {"type": "integer"}, "again": again},
+        "required": ["n"],
+        "additionalProperties": False,
+    }
     found = prepared(schema, is_lenient=True)
     assert found.ignored == (f"{PARAM}: all below the first level",)
-    assert [name for name, _ in found.checks] == [""] and allows(found, {"n": 1}) and not allows(found, {"n": "x"}) and not allows(found, {})
+    assert (
+        [name for name, _ in found.checks] == [""]
+        and allows(found, {"n": 1})
+        and not allows(found, {"n": "x"})
+        and not allows(found, {})
+    )
 
 
 class Colour(Enum):
@@ -171,13 +244,60 @@ class Node(BaseModel):
 
 
 TYPES: list[Any] = [
-    int, float, str, bool, None, bytes, list[int], set[int], frozenset[str], tuple[int, str], tuple[int, ...], dict[str, int], dict[int, str],
-    deque[int], OrderedDict[str, int], date, datetime, time, timedelta, Decimal, Fraction, complex, Path, uuid.UUID, re.Pattern, Colour, Number, Pair,
-    Node, Literal["a", 1], int | str | None, Any, ipaddress.IPv4Address, ipaddress.IPv6Address, ipaddress.IPv4Network, ipaddress.IPv6Interface,
-    pydantic.IPvAnyAddress, pydantic.IPvAnyNetwork, pydantic.SecretStr, pydantic.SecretBytes, pydantic.AnyUrl, pydantic.HttpUrl, pydantic.FilePath,
-    pydantic.DirectoryPath, pydantic.Json, pydantic.Base64Bytes, pydantic.UUID4, pydantic.ByteSize, pydantic.PastDate, pydantic.AwareDatetime,
-    pydantic.PositiveInt, pydantic.conlist(int, min_length=2), Annotated[str, pydantic.StringConstraints(pattern="^a+$", max_length=4)],
-]  # fmt: skip
+    int,
+    float,
+    str,
+    bool,
+    None,
+    bytes,
+    list[int],
+    set[int],
+    frozenset[str],
+    tuple[int, str],
+    tuple[int, ...],
+    dict[str, int],
+    dict[int, str],
+    deque[int],
+    OrderedDict[str, int],
+    date,
+    datetime,
+    time,
+    timedelta,
+    Decimal,
+    Fraction,
+    complex,
+    Path,
+    uuid.UUID,
+    re.Pattern,
+    Colour,
+    Number,
+    Pair,
+    Node,
+    Literal["a", 1],
+    int | str | None,
+    Any,
+    ipaddress.IPv4Address,
+    ipaddress.IPv6Address,
+    ipaddress.IPv4Network,
+    ipaddress.IPv6Interface,
+    pydantic.IPvAnyAddress,
+    pydantic.IPvAnyNetwork,
+    pydantic.SecretStr,
+    pydantic.SecretBytes,
+    pydantic.AnyUrl,
+    pydantic.HttpUrl,
+    pydantic.FilePath,
+    pydantic.DirectoryPath,
+    pydantic.Json,
+    pydantic.Base64Bytes,
+    pydantic.UUID4,
+    pydantic.ByteSize,
+    pydantic.PastDate,
+    pydantic.AwareDatetime,
+    pydantic.PositiveInt,
+    pydantic.conlist(int, min_length=2),
+    Annotated[str, pydantic.StringConstraints(pattern="^a+$", max_length=4)],
+]
 
 
 @pytest.mark.parametrize("kind", TYPES, ids=str)
@@ -212,11 +332,18 @@ def test_only_strict_is_strict(strict: bool | None) -> None:
     form = {"type": "json_schema", "json_schema": {"name": "x", "schema": {}, "strict": strict}}
     constraint = body(response_format=form).constraint()
     assert constraint is not None and constraint.is_lenient == (strict is not True)
-    others = (body(guided_json={}), body(structured_outputs={"json": {}}), body(response_format={"type": "json_object", "schema": {}}))
+    others = (
+        body(guided_json={}),
+        body(structured_outputs={"json": {}}),
+        body(response_format={"type": "json_object", "schema": {}}),
+    )
     assert all(each.constraint().is_lenient for each in others)  # type: ignore[union-attr]
 
 
-UNIQUE = {"type": "object", "properties": {"names": {"type": "array", "items": {"type": "string"}, "uniqueItems": True}}}
+UNIQUE = {
+    "type": "object",
+    "properties": {"names": {"type": "array", "items": {"type": "string"}, "uniqueItems": True}},
+}
 
 
 def function(name: str, parameters: Any, *, strict: bool) -> dict[str, Any]:
@@ -225,7 +352,10 @@ def function(name: str, parameters: Any, *, strict: bool) -> dict[str, Any]:
 
 @pytest.mark.parametrize("choice", ["auto", "required", {"type": "function", "function": {"name": "second"}}])
 def test_a_strict_function_that_cannot_be_enforced_is_named(choice: Any) -> None:
-    tools = [function("first", {"type": "object", "properties": {}}, strict=True), function("second", UNIQUE, strict=True)]
+    tools = [
+        function("first", {"type": "object", "properties": {}}, strict=True),
+        function("second", UNIQUE, strict=True),
+    ]
     calling = body(tools=tools, tool_choice=choice).calling()
     constraint = calling.forced() or calling.offered("hermes")
     assert constraint is not None
@@ -260,14 +390,18 @@ def test_an_answer_is_checked_within_bounds(monkeypatch: pytest.MonkeyPatch) -> 
         monkeypatch.setattr(answers, "CHECK_TIMEOUT_S", 60.0)
         checker, checks = AnswerChecker(), [("", CONTENT), ("f", json.dumps(UNIQUE))]
         assert await checker.check("", checks, '["a", "aa"]', []) == []
-        assert await checker.check("", checks, '["a", "a"]', []) == [{"path": "$", "message": "uniqueItems does not hold"}]
+        assert await checker.check("", checks, '["a", "a"]', []) == [
+            {"path": "$", "message": "uniqueItems does not hold"}
+        ]
         [problem] = await checker.check("", checks, "", [("f", '{"names": ["x", "x"]}'), ("g", "{")])
         assert problem == {"function": "f", "path": "$.names", "message": "uniqueItems does not hold"}
         with monkeypatch.context() as patch:
             patch.setattr(answers, "CHECK_TIMEOUT_S", 0.3)
             [slow] = await checker.check("", checks, json.dumps(["a" * 60 + "b"]), [])
         assert slow["message"].startswith("not checked: it takes more than")
-        assert await checker.check("", checks, '["b"]', []) == [{"path": "$[0]", "message": "pattern does not hold"}]  # the next one has another process
+        assert await checker.check("", checks, '["b"]', []) == [
+            {"path": "$[0]", "message": "pattern does not hold"}
+        ]  # the next one has another process
         [long] = await checker.check("", checks, "x" * (1 << 21), [])
         assert long["message"] == "not checked: it is too long"
         await checker.helpers.stop()

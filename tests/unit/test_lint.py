@@ -24,7 +24,9 @@ def test_a_long_page_begins_with_its_sections_and_a_short_one_does_not() -> None
     short = "# Page\n\nWhat it is about.\n\n## One\n\n## Two\n\n## Three\n"
     assert with_contents(short) == short
     made = with_contents(short + "line\n" * 90)
-    assert made.startswith(f"# Page\n\nWhat it is about.\n\n{BEGIN}\nOn this page:\n[One](#one) ·\n[Two](#two) ·\n[Three](#three)\n")
+    assert made.startswith(
+        f"# Page\n\nWhat it is about.\n\n{BEGIN}\nOn this page:\n[One](#one) ·\n[Two](#two) ·\n[Three](#three)\n"
+    )
     assert with_contents(made) == made
     assert with_contents(made.replace("line\n", "")) == short
 
@@ -47,7 +49,11 @@ def test_a_dead_link_is_told(target: str, reason: str | None) -> None:
 
 
 def test_a_heading_has_one_anchor_wherever_it_is_read() -> None:
-    assert github_slug("`max_tokens` beyond the window") == site_slug("`max_tokens` beyond the window") == "max_tokens-beyond-the-window"
+    assert (
+        github_slug("`max_tokens` beyond the window")
+        == site_slug("`max_tokens` beyond the window")
+        == "max_tokens-beyond-the-window"
+    )
     assert len(wrong_headings(ROOT / "README.md", "# Why not …\n\n## Twice\n\n## Twice\n")) == 2
 
 

@@ -1,4 +1,6 @@
-"""A reader's answer whose tokens come again, because Redis had lost them: those it has are dropped, and others end it."""
+"""A reader's answer whose tokens come again, because Redis had lost them: those it has are dropped,
+and others end it.
+"""
 
 import asyncio
 from typing import Any
@@ -29,7 +31,9 @@ def test_the_same_tokens_again_are_dropped(since: int) -> None:
     assert read(subscription) == list(range(since + 1, 8)) and not subscription.has_failed
 
 
-@pytest.mark.parametrize("again", [event(4, 99), event(4, 14, finish_reason="stop"), event(5, 99, finish_reason="length")])
+@pytest.mark.parametrize(
+    "again", [event(4, 99), event(4, 14, finish_reason="stop"), event(5, 99, finish_reason="length")]
+)
 def test_another_token_or_an_earlier_end_is_an_error_behind_what_was_read(again: TokenEvent) -> None:
     subscription = Subscription("r", {ID: 2}, 1)
     for position in (3, 4, 5):
@@ -49,7 +53,9 @@ def test_an_end_with_the_last_token_that_was_read_is_the_end(since: int) -> None
     for position in range(since + 1, 6):
         subscription.offer(event(position, 10 + position))
     assert subscription.offer(event(5, 15, finish_reason="length"))
-    assert read(subscription) == [*range(since + 1, 6), 5] and not subscription.has_failed and not subscription.unfinished
+    assert (
+        read(subscription) == [*range(since + 1, 6), 5] and not subscription.has_failed and not subscription.unfinished
+    )
 
 
 def test_an_end_that_comes_twice_is_one_end() -> None:

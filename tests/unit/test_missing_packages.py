@@ -13,7 +13,11 @@ def test_a_missing_package_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: 
         monkeypatch.delitem(sys.modules, name)
     assert main(["status"]) == 2
     error = capsys.readouterr().err
-    assert error.startswith("penstock: the package 'rich") and "pip install 'penstock[all]'" in error and len(error.splitlines()) == 1
+    assert (
+        error.startswith("penstock: the package 'rich")
+        and "pip install 'penstock[all]'" in error
+        and len(error.splitlines()) == 1
+    )
 
 
 def test_a_mistake_of_ours_is_no_missing_package(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,7 +25,11 @@ FILES = open_model("demo")
 
 class Registry:
     def of(self, stage: str, model: str) -> list[Replica]:
-        return [Replica(stage, "r", "here", 1, 0.0, model=model, sampling={"temperature": 0.2, "top_p": 0.9, "max_tokens": 1024})]
+        return [
+            Replica(
+                stage, "r", "here", 1, 0.0, model=model, sampling={"temperature": 0.2, "top_p": 0.9, "max_tokens": 1024}
+            )
+        ]
 
 
 class Context:
@@ -92,9 +96,15 @@ def test_the_default_model_is_sampled_as_its_makers_recommend(tmp_path: Path, mo
     place.mkdir()
     (place / "model.gguf").write_bytes(b"")
     assert pull(model_store.DEFAULT_MODEL) == place
-    assert json.loads((place / "generation_config.json").read_text()) == {"temperature": 0.2, "top_p": 0.9, "max_new_tokens": 1024}
+    assert json.loads((place / "generation_config.json").read_text()) == {
+        "temperature": 0.2,
+        "top_p": 0.9,
+        "max_new_tokens": 1024,
+    }
     assert (place / "chat_template.jinja").read_text() == model_store.SMOLLM2_TEMPLATE
     (place / "generation_config.json").write_text('{"temperature": 0.7}')
     pull(model_store.DEFAULT_MODEL)
-    assert json.loads((place / "generation_config.json").read_text()) == {"temperature": 0.7}, "what its user wrote stays"
+    assert json.loads((place / "generation_config.json").read_text()) == {"temperature": 0.7}, (
+        "what its user wrote stays"
+    )
     assert not (DEMO_MODEL / "generation_config.json").read_text().count("temperature")

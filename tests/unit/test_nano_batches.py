@@ -9,7 +9,9 @@ from services.simulator.models import MODELS
 
 
 def test_bytes_and_operations_by_hand() -> None:
-    """Llama 3 8B: 16 GB of weights, 128 KiB of KV a token; 32 layers of 32 heads of 128 numbers, so half a megaoperation a pair."""
+    """Llama 3 8B: 16 GB of weights, 128 KiB of KV a token; 32 layers of 32 heads of 128 numbers, so
+    half a megaoperation a pair.
+    """
     model = MODELS["llama-3-8b"]
     size = model.num_parameters
     assert size == pytest.approx(8.03e9, rel=1e-3)
@@ -20,22 +22,34 @@ def test_bytes_and_operations_by_hand() -> None:
 
 
 def test_a_bound_by_hand() -> None:
-    """100 bytes/s, 1,000 operations/s. Products that take 10 s for operations and 4 for bytes, attention that takes 6 s for bytes: 16 s become 14."""
+    """100 bytes/s, 1,000 operations/s. Products that take 10 s for operations and 4 for bytes,
+    attention that takes 6 s for bytes: 16 s become 14.
+    """
     model = MODELS["llama-3-8b"]
     step = Step(256, 1024)
     bandwidth, rate = 2.0 * model.num_parameters / 4, products(model, step).operations / 10
     attend_s = attention(model, step).num_bytes / bandwidth
     found = bound(model, step, bandwidth, rate)
-    assert attend_s > 6 and found.seconds == pytest.approx(10 + attend_s) and found.attention == pytest.approx(attend_s / (10 + attend_s))
-    assert found.gain == pytest.approx((10 + attend_s) / max(8 + attend_s, 10 + attention(model, step).operations / rate) - 1)
+    assert (
+        attend_s > 6
+        and found.seconds == pytest.approx(10 + attend_s)
+        and found.attention == pytest.approx(attend_s / (10 + attend_s))
+    )
+    assert found.gain == pytest.approx(
+        (10 + attend_s) / max(8 + attend_s, 10 + attention(model, step).operations / rate) - 1
+    )
     assert found.cost == 0.0
 
 
-steps = st.builds(Step, st.integers(0, 512), st.integers(1, 32_768), st.integers(0, 8192)).filter(lambda step: step.num_decodes + step.num_prompt_tokens > 0)
+steps = st.builds(Step, st.integers(0, 512), st.integers(1, 32_768), st.integers(0, 8192)).filter(
+    lambda step: step.num_decodes + step.num_prompt_tokens > 0
+)
 
 
 @given(st.sampled_from(sorted(MODELS)), steps, st.floats(1e9, 1e13), st.floats(1e10, 1e16))
-def test_overlapping_two_kinds_of_work_never_doubles_the_speed(name: str, step: Step, bandwidth: float, rate: float) -> None:
+def test_overlapping_two_kinds_of_work_never_doubles_the_speed(
+    name: str, step: Step, bandwidth: float, rate: float
+) -> None:
     """And where both are bound by memory, it gains nothing, and costs the weights once more."""
     found = bound(MODELS[name], step, bandwidth, rate)
     assert 0 <= found.gain <= 1 + 1e-9 and 0 <= found.cost <= 1 + 1e-9

@@ -15,8 +15,16 @@ MESSAGE = {"role": "assistant", "content": "Hello."}
 CHAT = {"model": "m", "messages": [MESSAGE]}
 COMPLETION = {"model": "m", "prompt": "Hello."}
 CASES: list[tuple[type[Body], dict[str, Any], str, Any]] = [
-    *((ChatCompletionBody, CHAT, field, OF_CHATS[field]) for field in OF_CHATS if field not in ChatCompletionBody.model_fields),
-    *((CompletionBody, COMPLETION, field, OF_COMPLETIONS[field]) for field in OF_COMPLETIONS if field not in CompletionBody.model_fields),
+    *(
+        (ChatCompletionBody, CHAT, field, OF_CHATS[field])
+        for field in OF_CHATS
+        if field not in ChatCompletionBody.model_fields
+    ),
+    *(
+        (CompletionBody, COMPLETION, field, OF_COMPLETIONS[field])
+        for field in OF_COMPLETIONS
+        if field not in CompletionBody.model_fields
+    ),
 ]
 
 
@@ -25,7 +33,9 @@ def read(kind: type[Body], body: dict[str, Any]) -> object:
 
 
 @pytest.mark.parametrize(("kind", "body", "field", "neutral"), CASES)
-def test_a_value_that_asks_for_nothing_is_passed_over_and_any_other_is_refused(kind: type[Body], body: dict[str, Any], field: str, neutral: Any) -> None:
+def test_a_value_that_asks_for_nothing_is_passed_over_and_any_other_is_refused(
+    kind: type[Body], body: dict[str, Any], field: str, neutral: Any
+) -> None:
     values = [{"some": ["thing"]}, "thing", 7] if neutral is ANYTHING else neutral
     for value in (None, *values):
         assert read(kind, body | {field: value}) == read(kind, body)
@@ -38,11 +48,15 @@ def test_a_value_that_asks_for_nothing_is_passed_over_and_any_other_is_refused(k
 def test_a_message_that_we_sent_may_come_back(field: str) -> None:
     values = [[{"type": "url_citation"}], "thing"] if OF_MESSAGES[field] is ANYTHING else OF_MESSAGES[field]
     for value in (None, *values):
-        assert read(ChatCompletionBody, CHAT | {"messages": [MESSAGE | {field: value}]}) == read(ChatCompletionBody, CHAT)
+        assert read(ChatCompletionBody, CHAT | {"messages": [MESSAGE | {field: value}]}) == read(
+            ChatCompletionBody, CHAT
+        )
 
 
 def test_null_is_no_value() -> None:
-    nothing = dict.fromkeys(("n", "stream", "stream_options", "ignore_eos", "priority", "cache_salt", "user", "whatever"))
+    nothing = dict.fromkeys(
+        ("n", "stream", "stream_options", "ignore_eos", "priority", "cache_salt", "user", "whatever")
+    )
     assert read(ChatCompletionBody, CHAT | nothing) == read(ChatCompletionBody, CHAT)
     assert read(CompletionBody, COMPLETION | nothing | {"echo": None}) == read(CompletionBody, COMPLETION)
     for field, body in (("messages", CHAT), ("prompt", COMPLETION)):
@@ -53,14 +67,20 @@ def test_null_is_no_value() -> None:
 
 
 OF_OTHER_NAMES: list[tuple[str, Any, str, Any]] = [
-    ("repeat_penalty", 1.3, "repetition_penalty", 1.3), ("n_predict", 7, "max_tokens", 7), ("n_predict", -1, "max_tokens", -1), ("seed", -1, "seed", None),
-    ("seed", -2, "seed", -2), ("seed", (1 << 63) - 1, "seed", (1 << 63) - 1),
-]  # fmt: skip
+    ("repeat_penalty", 1.3, "repetition_penalty", 1.3),
+    ("n_predict", 7, "max_tokens", 7),
+    ("n_predict", -1, "max_tokens", -1),
+    ("seed", -1, "seed", None),
+    ("seed", -2, "seed", -2),
+    ("seed", (1 << 63) - 1, "seed", (1 << 63) - 1),
+]
 
 
 @pytest.mark.parametrize(("name", "value", "here", "meant"), OF_OTHER_NAMES)
 @pytest.mark.parametrize(("kind", "body"), [(ChatCompletionBody, CHAT), (CompletionBody, COMPLETION)])
-def test_what_other_servers_call_otherwise_has_its_meaning(kind: type[Body], body: Any, name: str, value: Any, here: str, meant: Any) -> None:
+def test_what_other_servers_call_otherwise_has_its_meaning(
+    kind: type[Body], body: Any, name: str, value: Any, here: str, meant: Any
+) -> None:
     asked = parse(kind, orjson.dumps(body | {name: value}))
     assert getattr(asked, here) == meant and asked.passed_over == []
     assert isinstance(asked, ChatCompletionBody | CompletionBody)
@@ -68,14 +88,21 @@ def test_what_other_servers_call_otherwise_has_its_meaning(kind: type[Body], bod
 
 
 SAME_MEANING: list[tuple[dict[str, Any], dict[str, Any]]] = [
-    ({"stop": ""}, {}), ({"stop": []}, {}), ({"stop": ["a", ""]}, {"stop": "a"}), ({"n_predict": -2}, {"max_tokens": -1}),
-    ({"logit_bias": {}}, {}), ({"top_k": -1}, {"top_k": 0}), ({"top_k": 5.0}, {"top_k": 5}),
-]  # fmt: skip
+    ({"stop": ""}, {}),
+    ({"stop": []}, {}),
+    ({"stop": ["a", ""]}, {"stop": "a"}),
+    ({"n_predict": -2}, {"max_tokens": -1}),
+    ({"logit_bias": {}}, {}),
+    ({"top_k": -1}, {"top_k": 0}),
+    ({"top_k": 5.0}, {"top_k": 5}),
+]
 
 
 @pytest.mark.parametrize(("fields", "same"), SAME_MEANING)
 @pytest.mark.parametrize(("kind", "body"), [(ChatCompletionBody, CHAT), (CompletionBody, COMPLETION)])
-def test_two_ways_to_say_it_mean_the_same(kind: type[Body], body: Any, fields: dict[str, Any], same: dict[str, Any]) -> None:
+def test_two_ways_to_say_it_mean_the_same(
+    kind: type[Body], body: Any, fields: dict[str, Any], same: dict[str, Any]
+) -> None:
     asked, plain = (parse(kind, orjson.dumps(body | each)) for each in (fields, same))
     assert isinstance(asked, GenerateBody) and isinstance(plain, GenerateBody)
     meant, said_plainly = asked.intent(), plain.intent()  # type: ignore[attr-defined]
@@ -93,7 +120,11 @@ def test_a_share_of_nothing_is_greedy() -> None:
 
 
 WRONG: list[tuple[dict[str, Any], str, str]] = [
-    ({"repeat_penalty": 1.3, "repetition_penalty": 1.2}, "repeat_penalty", "repeat_penalty: it differs from repetition_penalty: give one"),
+    (
+        {"repeat_penalty": 1.3, "repetition_penalty": 1.2},
+        "repeat_penalty",
+        "repeat_penalty: it differs from repetition_penalty: give one",
+    ),
     ({"n_predict": 3, "max_tokens": 4}, "n_predict", "n_predict: it differs from max_tokens: give one"),
     ({"repeat_penalty": 0}, "repeat_penalty", "repeat_penalty: "),
     ({"seed": 1.5}, "seed", "seed: "),
@@ -109,7 +140,11 @@ WRONG: list[tuple[dict[str, Any], str, str]] = [
 
 @pytest.mark.parametrize(("fields", "param", "message"), WRONG)
 @pytest.mark.parametrize(("kind", "body"), [(ChatCompletionBody, CHAT), (CompletionBody, COMPLETION)])
-def test_what_is_wrong_is_said_in_one_sentence(kind: type[Body], body: Any, fields: dict[str, Any], param: str, message: str) -> None:
+def test_what_is_wrong_is_said_in_one_sentence(
+    kind: type[Body], body: Any, fields: dict[str, Any], param: str, message: str
+) -> None:
     with pytest.raises(Invalid) as refused:
         parse(kind, orjson.dumps(body | fields)).params()  # type: ignore[attr-defined]
-    assert refused.value.param == param and str(refused.value).startswith(message) and str(refused.value).count(";") == 0
+    assert (
+        refused.value.param == param and str(refused.value).startswith(message) and str(refused.value).count(";") == 0
+    )

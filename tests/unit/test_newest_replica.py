@@ -20,8 +20,26 @@ from shared.process.errors import Invalid
 from shared.wire.registry import Registry, UnlikeReplicas, unlike_replicas
 from shared.wire.replica import Replica
 
-OLD = Replica("tokenizer", "t-1", "host", 1, started_at=10.0, model="m", parsers={"tool_calls": "hermes"}, sampling={"temperature": 0.6})
-NEW = Replica("tokenizer", "t-2", "host", 2, started_at=20.0, model="m", parsers={"tool_calls": "mistral"}, sampling={"temperature": 0.15})
+OLD = Replica(
+    "tokenizer",
+    "t-1",
+    "host",
+    1,
+    started_at=10.0,
+    model="m",
+    parsers={"tool_calls": "hermes"},
+    sampling={"temperature": 0.6},
+)
+NEW = Replica(
+    "tokenizer",
+    "t-2",
+    "host",
+    2,
+    started_at=20.0,
+    model="m",
+    parsers={"tool_calls": "mistral"},
+    sampling={"temperature": 0.15},
+)
 OLD_COMPUTE = Replica("compute", "c-1", "host", 3, started_at=10.0, model="m", fingerprint="fp_old")
 NEW_COMPUTE = Replica("compute", "c-2", "host", 4, started_at=20.0, model="m", fingerprint="fp_new")
 
@@ -35,8 +53,13 @@ def test_the_newest_replica_speaks_for_its_stage_in_whatever_order_they_are_list
 
 
 def encoder(name: str, **more: Any) -> list[Replica]:
-    others = [Replica(stage, f"{name}-{stage}", "host", 1, started_at=1.0, model=name) for stage in ("tokenizer", "sampler")]
-    return [*others, Replica("compute", f"{name}-compute", "host", 1, started_at=1.0, model=name, is_encoder=True, **more)]
+    others = [
+        Replica(stage, f"{name}-{stage}", "host", 1, started_at=1.0, model=name) for stage in ("tokenizer", "sampler")
+    ]
+    return [
+        *others,
+        Replica("compute", f"{name}-compute", "host", 1, started_at=1.0, model=name, is_encoder=True, **more),
+    ]
 
 
 @pytest.mark.parametrize(
@@ -51,10 +74,14 @@ def encoder(name: str, **more: Any) -> list[Replica]:
         (encoder("bge"), True, None),
     ],
 )
-def test_the_one_encoder_answers_to_a_name_that_no_model_has(replicas: list[Replica], is_strict: bool, found: tuple[str, str] | None) -> None:
+def test_the_one_encoder_answers_to_a_name_that_no_model_has(
+    replicas: list[Replica], is_strict: bool, found: tuple[str, str] | None
+) -> None:
     registry, settings = Registry(tuple(replicas)), SimpleNamespace(strict_fields=is_strict)
     admission = Admission(SimpleNamespace(registry=registry), None, settings)  # type: ignore[arg-type]
-    context: Any = SimpleNamespace(registry=registry, settings=settings, tenant=EVERYBODY, resolve=lambda name: admission.resolve(name, EVERYBODY))
+    context: Any = SimpleNamespace(
+        registry=registry, settings=settings, tenant=EVERYBODY, resolve=lambda name: admission.resolve(name, EVERYBODY)
+    )
     if found is not None:
         assert embedder(context, "GPT-4") == found
         return
@@ -68,7 +95,9 @@ def test_health_warns_of_replicas_that_would_answer_differently() -> None:
     alone = Replica("compute", "c-4", "host", 6, started_at=30.0, model="other", fingerprint="fp_other")
     assert unlike_replicas([NEW_COMPUTE, alike, alone]) == []
     [warning] = unlike_replicas([NEW_COMPUTE, alike, alone, OLD_COMPUTE])
-    assert warning.startswith("compute replicas of m have different fingerprints") and warning.endswith("fp_new (c-2, c-3), fp_old (c-1)")
+    assert warning.startswith("compute replicas of m have different fingerprints") and warning.endswith(
+        "fp_new (c-2, c-3), fp_old (c-1)"
+    )
 
 
 def test_the_log_warns_of_them_once_for_each_change_and_status_every_time(caplog: pytest.LogCaptureFixture) -> None:
@@ -77,7 +106,11 @@ def test_the_log_warns_of_them_once_for_each_change_and_status_every_time(caplog
     for registry in (alike, unlike, unlike, alike, alike, unlike):
         told.tell(registry)
     lines = [record.getMessage() for record in caplog.records]
-    assert [line.startswith("compute replicas of m have different fingerprints") for line in lines] == [True, False, True], lines
+    assert [line.startswith("compute replicas of m have different fingerprints") for line in lines] == [
+        True,
+        False,
+        True,
+    ], lines
     console = Console(width=200)
     with console.capture() as shown:
         console.print(render(Status([], [], {}, 0, unlike_replicas(unlike.replicas)), 200))
@@ -92,4 +125,6 @@ def test_health_warns_of_a_files_folder_that_is_nearly_full(tmp_path: Path, monk
     for least, is_told in ((free // 2, False), (free * 2, True)):
         monkeypatch.setattr(app, "LEAST_FREE_BYTES", least)
         told = asyncio.run(app.warnings(context, 0))  # type: ignore[arg-type]
-        assert [line.startswith("the files folder is full: ") and line.endswith(" MiB are free") for line in told] == [True] * is_told
+        assert [line.startswith("the files folder is full: ") and line.endswith(" MiB are free") for line in told] == [
+            True
+        ] * is_told

@@ -1,4 +1,6 @@
-"""The noise: generators against their published vectors, the logarithm against one of more digits, and the distribution."""
+"""The noise: generators against their published vectors, the logarithm against one of more digits,
+and the distribution.
+"""
 
 import numpy as np
 import pytest
@@ -10,9 +12,19 @@ from shared.model.noise import TAIL, TAIL_ID, TOKEN, XTC, gumbel, log, philox, r
 KNOWN = [  # known-answer vectors of the authors' library, philox4x32-10: counter, key, result
     ([0, 0, 0, 0], [0, 0], [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]),
     ([0xFFFFFFFF] * 4, [0xFFFFFFFF] * 2, [0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD]),
-    ([0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344], [0xA4093822, 0x299F31D0], [0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1]),
+    (
+        [0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344],
+        [0xA4093822, 0x299F31D0],
+        [0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1],
+    ),
 ]
-SPLITMIX = [6457827717110365317, 3203168211198807973, 9817491932198370423, 4593380528125082431, 16408922859458223821]  # of the state 1234567
+SPLITMIX = [
+    6457827717110365317,
+    3203168211198807973,
+    9817491932198370423,
+    4593380528125082431,
+    16408922859458223821,
+]  # of the state 1234567
 NUM_DRAWS = 200_000
 
 
@@ -45,17 +57,29 @@ def test_a_number_is_neither_0_nor_1_and_its_noise_is_finite() -> None:
     u = unit(bits)
     assert u.tolist() == [2.0**-53, 2.0**-53, 3 * 2.0**-53, 0.5 + 2.0**-53, 1 - 2.0**-53, 1 - 2.0**-53]
     noise = gumbel(u)
-    assert (np.diff(noise) >= 0).all() and noise[0] == pytest.approx(-3.6037789) and noise[-1] == pytest.approx(36.7368006)
+    assert (
+        (np.diff(noise) >= 0).all() and noise[0] == pytest.approx(-3.6037789) and noise[-1] == pytest.approx(36.7368006)
+    )
 
 
 def of_all_sizes() -> Array:
     """Normal numbers above 0, [n] float64: of every binade, near 1 and near the borders of the reduction."""
     rng = np.random.default_rng(1)
-    around = [np.nextafter(value, towards) for value in (0.5, np.sqrt(0.5), 1.0, np.sqrt(2.0), 2.0) for towards in (0.0, 4.0)]
-    return np.concatenate([
-        rng.random(100_000), 1 + rng.uniform(-1e-3, 1e-3, 100_000), np.exp(rng.uniform(-708, 709, 100_000)), 2.0 ** np.arange(-1022, 1024),
-        1 - 2.0 ** -np.arange(1.0, 54), 1 + 2.0 ** -np.arange(1.0, 53), around, [np.finfo(np.float64).tiny, np.finfo(np.float64).max],
-    ])  # fmt: skip
+    around = [
+        np.nextafter(value, towards) for value in (0.5, np.sqrt(0.5), 1.0, np.sqrt(2.0), 2.0) for towards in (0.0, 4.0)
+    ]
+    return np.concatenate(
+        [
+            rng.random(100_000),
+            1 + rng.uniform(-1e-3, 1e-3, 100_000),
+            np.exp(rng.uniform(-708, 709, 100_000)),
+            2.0 ** np.arange(-1022, 1024),
+            1 - 2.0 ** -np.arange(1.0, 54),
+            1 + 2.0 ** -np.arange(1.0, 53),
+            around,
+            [np.finfo(np.float64).tiny, np.finfo(np.float64).max],
+        ]
+    )
 
 
 def test_the_logarithm_is_within_two_units_in_the_last_place() -> None:
@@ -72,9 +96,16 @@ def test_the_noise_is_gumbels_in_seeds_positions_and_tokens_and_no_two_have_to_d
     fixed = np.full(NUM_DRAWS, 9)
 
     def noise(seeds: Array, positions: Array, token_ids: Array) -> Array:
-        return gumbel(unit(token_bits(row_bits(seeds.astype(np.uint64), positions.astype(np.int32), TOKEN), token_ids[:, None])))[:, 0]
+        return gumbel(
+            unit(token_bits(row_bits(seeds.astype(np.uint64), positions.astype(np.int32), TOKEN), token_ids[:, None]))
+        )[:, 0]
 
-    along = [noise(count, fixed, fixed), noise(fixed, count, fixed), noise(fixed, fixed, count), noise(count + 1, fixed, fixed)]
+    along = [
+        noise(count, fixed, fixed),
+        noise(fixed, count, fixed),
+        noise(fixed, fixed, count),
+        noise(count + 1, fixed, fixed),
+    ]
     for each in along:
         assert stats.kstest(each, stats.gumbel_r.cdf).pvalue > 1e-3
         assert stats.kstest(each[-2000:], stats.gumbel_r.cdf).pvalue > 1e-3

@@ -23,8 +23,16 @@ def test_lines_add_up_to_the_whole_answer(chat: list[Delta], end: str) -> None:
     sent = [ollama.ChatResponse.model_validate(orjson.loads(made.encode(line))) for line in lines]
     whole = ollama.ChatResponse.model_validate(made.whole())
     assert [line.done for line in sent] == [False] * (len(sent) - 1) + [True]
-    assert "".join(line.message.content or "" for line in sent) == whole.message.content == "".join(delta.content for delta in chat)
-    assert "".join(line.message.thinking or "" for line in sent) == (whole.message.thinking or "") == "".join(delta.reasoning for delta in chat)
+    assert (
+        "".join(line.message.content or "" for line in sent)
+        == whole.message.content
+        == "".join(delta.content for delta in chat)
+    )
+    assert (
+        "".join(line.message.thinking or "" for line in sent)
+        == (whole.message.thinking or "")
+        == "".join(delta.reasoning for delta in chat)
+    )
     names = [each.name for each in begun(chat)]
     if end == "length" and names and is_broken_off(last_arguments(chat)):
         del names[-1]

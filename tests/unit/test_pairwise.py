@@ -15,7 +15,9 @@ CASES = st.integers(1, 4).flatmap(lambda width: st.lists(st.tuples(*[st.integers
 @examples(200)
 def test_every_pair_of_values_that_a_case_has_is_there(cases: list[tuple[int, ...]], once: set[int]) -> None:
     chosen = [cases[number] for number in covering(cases, once)]
-    assert {pair for case in chosen for pair in values_of(case, once)} == {pair for case in cases for pair in values_of(case, once)}
+    assert {pair for case in chosen for pair in values_of(case, once)} == {
+        pair for case in cases for pair in values_of(case, once)
+    }
     for first, second in product(set(range(4)) - once, repeat=2):
         assert pairs(chosen, first, second) == pairs(cases, first, second)
     for each in range(4):

@@ -82,7 +82,7 @@ print(json.dumps({
     "settings": generation_settings(heated, llama)["warmth"], "playground": setting_of(parameter("heat")),
     "reference": [line for line in page().splitlines() if "hat a test adds" in line or "of heat" in line],
 }))
-"""
+"""  # noqa: E501
 
 
 def test_a_parameter_is_declared_once(tmp_path: Path) -> None:
@@ -93,7 +93,9 @@ def test_a_parameter_is_declared_once(tmp_path: Path) -> None:
     text = declaration.read_text()
     declaration.write_text(text.replace(FIELD, FIELD + "    heat: float = 0.0\n").replace("PARAMETERS = (\n", ROW))
     environment = os.environ | {"PYTHONPATH": str(tmp_path)}
-    made = subprocess.run([sys.executable, "-c", PROGRAM], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
+    made = subprocess.run(
+        [sys.executable, "-c", PROGRAM], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120
+    )
     assert made.returncode == 0, made.stderr
     found = json.loads(made.stdout)
     apis = ("chat", "other name", "completion", "message", "response", "ollama")
@@ -103,19 +105,35 @@ def test_a_parameter_is_declared_once(tmp_path: Path) -> None:
     assert found["beams"] == "heat is not available with use_beam_search: leave it out"
     assert found["on the wire"] == found["settings"] == 3.0
     assert found["playground"] == {
-        "name": "heat", "label": "Heat", "hint": "", "section": "Sampling", "kind": "number", "fallback": 0.0,
-        "least": -1.0, "most": 10.0, "min": 0, "max": 5, "step": 0.5,
-    }  # fmt: skip
+        "name": "heat",
+        "label": "Heat",
+        "hint": "",
+        "section": "Sampling",
+        "kind": "number",
+        "fallback": 0.0,
+        "least": -1.0,
+        "most": 10.0,
+        "min": 0,
+        "max": 5,
+        "step": 0.5,
+    }
     rows = found["reference"]
-    assert "| `heat` | number | `0` | from -1 to 10 | What a test adds |" in rows and "| `warmth` | number | `0` | from -1 to 10 | What a test adds |" in rows
-    assert len([row for row in rows if row.startswith("| `heat` |")]) == 5  # chats, completions, infilling, messages, responses
+    assert (
+        "| `heat` | number | `0` | from -1 to 10 | What a test adds |" in rows
+        and "| `warmth` | number | `0` | from -1 to 10 | What a test adds |" in rows
+    )
+    assert (
+        len([row for row in rows if row.startswith("| `heat` |")]) == 5
+    )  # chats, completions, infilling, messages, responses
 
 
 def test_every_field_that_clients_give_is_declared() -> None:
     owners: tuple[type[Any], ...] = (SamplingParams, *GROUPS.values())
     for owner in owners:
         declared = {each.field_name for each in PARAMETERS if each.owner is owner}
-        assert declared == {each.name for each in structs.fields(owner)} - OF_STAGES - (GROUPS.keys() if owner is SamplingParams else set())
+        assert declared == {each.name for each in structs.fields(owner)} - OF_STAGES - (
+            GROUPS.keys() if owner is SamplingParams else set()
+        )
     assert len({each.name for each in PARAMETERS}) == len(PARAMETERS)
 
 
@@ -128,7 +146,9 @@ def test_every_api_has_its_parameters(
 
 
 def test_all_that_is_wrong_is_named() -> None:
-    with pytest.raises(Invalid, match=r"^temperature must be .*; bad_words takes strings .*; dry_base must be between 1.0") as refused:
+    with pytest.raises(
+        Invalid, match=r"^temperature must be .*; bad_words takes strings .*; dry_base must be between 1.0"
+    ) as refused:
         make_params({"bad_words": ("",), "dry_base": 0.5, "temperature": -1.0, "top_p": 0.5})
     assert refused.value.param == "temperature"
 

@@ -1,4 +1,6 @@
-"""Answers to reasoning, content and calls: the forms that model families write, as their makers document them; and however a text is cut, the same."""
+"""Answers to reasoning, content and calls: the forms that model families write, as their makers
+document them; and however a text is cut, the same.
+"""
 
 import json
 import time
@@ -23,8 +25,12 @@ ADDED = {"a": 1, "b": [2.5, None, {"c": '"}{'}]}
 Answer = tuple[str, str, list[tuple[str, Any]]]  # reasoning, content, calls
 
 
-def parse(text: str, tool_calls: str = "", reasoning: str = "", cuts: tuple[int, ...] = (), max_calls: int = 0) -> list[Piece]:
-    parser = AnswerParser(Parsing(reasoning, tool_calls, NAMES, max_calls, ("get_weather.location", "get_weather.unit")))
+def parse(
+    text: str, tool_calls: str = "", reasoning: str = "", cuts: tuple[int, ...] = (), max_calls: int = 0
+) -> list[Piece]:
+    parser = AnswerParser(
+        Parsing(reasoning, tool_calls, NAMES, max_calls, ("get_weather.location", "get_weather.unit"))
+    )
     pieces: list[Piece] = []
     for begin, end in zip((0, *cuts), (*cuts, len(text)), strict=True):
         pieces += parser.feed(text[begin:end])
@@ -33,7 +39,9 @@ def parse(text: str, tool_calls: str = "", reasoning: str = "", cuts: tuple[int,
 
 def read(pieces: list[Piece]) -> Answer:
     """The answer that a client puts together."""
-    thoughts, content = ("".join(piece.text for piece in pieces if piece.kind == kind) for kind in ("reasoning", "content"))
+    thoughts, content = (
+        "".join(piece.text for piece in pieces if piece.kind == kind) for kind in ("reasoning", "content")
+    )
     calls: list[list[str]] = []
     for piece in pieces:
         if piece.kind == "call":
@@ -45,46 +53,94 @@ def read(pieces: list[Piece]) -> Answer:
 
 FORMS: list[tuple[str, str, str, list[tuple[str, Any]]]] = [
     ("hermes", f"<tool_call>\n{CALL}\n</tool_call>", "", [("get_weather", WEATHER)]),
-    ("hermes", f"Look.\n\n<tool_call>{CALL}</tool_call>\n<tool_call>\n{ADD}\n</tool_call>\n", "Look.", [("get_weather", WEATHER), ("add", ADDED)]),
+    (
+        "hermes",
+        f"Look.\n\n<tool_call>{CALL}</tool_call>\n<tool_call>\n{ADD}\n</tool_call>\n",
+        "Look.",
+        [("get_weather", WEATHER), ("add", ADDED)],
+    ),
     ("hermes", f"<tool_call>\n{CALL}\n{ADD}", "", [("get_weather", WEATHER), ("add", ADDED)]),
     ("hermes", '<tool_call>{"arguments": {"a": 1}, "name": "add"}</tool_call> done', "done", [("add", {"a": 1})]),
     ("hermes", '<tool_call>{"name": "add", "arguments": "{\\"a\\": 1}"}</tool_call>', "", [("add", {"a": 1})]),
-    ("hermes", '<tool_call>{"type": "function", "function": {"name": "add", "parameters": {}}}</tool_call>', "", [("add", {})]),
+    (
+        "hermes",
+        '<tool_call>{"type": "function", "function": {"name": "add", "parameters": {}}}</tool_call>',
+        "",
+        [("add", {})],
+    ),
     ("hermes", '<tool_call>{"name": "f"}</tool_call>', "", [("f", {})]),
-    ("hermes", '<tool_call>{"name": "f", "arguments": {"x": "two\nlines\tand a tab"}}</tool_call>', "", [("f", {"x": "two\nlines\tand a tab"})]),
+    (
+        "hermes",
+        '<tool_call>{"name": "f", "arguments": {"x": "two\nlines\tand a tab"}}</tool_call>',
+        "",
+        [("f", {"x": "two\nlines\tand a tab"})],
+    ),
     ("llama3_json", '{"name": "add", "parameters": {"a": 1}}', "", [("add", {"a": 1})]),
-    ("llama3_json", '<|python_tag|>{"type": "function", "name": "add", "parameters": {"a": 1}}', "", [("add", {"a": 1})]),
-    ("llama3_json", '{"name": "add", "parameters": {"a": 1}}; {"name": "f", "parameters": {}}', "", [("add", {"a": 1}), ("f", {})]),
+    (
+        "llama3_json",
+        '<|python_tag|>{"type": "function", "name": "add", "parameters": {"a": 1}}',
+        "",
+        [("add", {"a": 1})],
+    ),
+    (
+        "llama3_json",
+        '{"name": "add", "parameters": {"a": 1}}; {"name": "f", "parameters": {}}',
+        "",
+        [("add", {"a": 1}), ("f", {})],
+    ),
     ("mistral", f"[TOOL_CALLS] [{CALL}, {ADD}]", "", [("get_weather", WEATHER), ("add", ADDED)]),
-    ("mistral", f"Well. [TOOL_CALLS]get_weather[ARGS]{WEATHER_JSON}[TOOL_CALLS]f{{}}", "Well.", [("get_weather", WEATHER), ("f", {})]),
+    (
+        "mistral",
+        f"Well. [TOOL_CALLS]get_weather[ARGS]{WEATHER_JSON}[TOOL_CALLS]f{{}}",
+        "Well.",
+        [("get_weather", WEATHER), ("f", {})],
+    ),
     ("mistral", f"[TOOL_CALLS]get_weather[CALL_ID]a1b2c3d4e[ARGS]{WEATHER_JSON}", "", [("get_weather", WEATHER)]),
     ("granite", f"<|tool_call|>[{CALL}, {ADD}]", "", [("get_weather", WEATHER), ("add", ADDED)]),
     ("granite", f"<tool_call>[{CALL}]", "", [("get_weather", WEATHER)]),
     ("granite", f"<function_call> {CALL}\n<function_call> {ADD}", "", [("get_weather", WEATHER), ("add", ADDED)]),
     (
-        "pythonic", "[get_weather(location='Paris', unit=\"celsius\"), add(a=-1, b=[2.5, None, {'c': true}])]", "",
+        "pythonic",
+        "[get_weather(location='Paris', unit=\"celsius\"), add(a=-1, b=[2.5, None, {'c': true}])]",
+        "",
         [("get_weather", WEATHER), ("add", {"a": -1, "b": [2.5, None, {"c": True}]})],
     ),
     (
-        "qwen3_coder", "I look.\n<tool_call>\n<function=add>\n<parameter=a>\n1\n</parameter>\n<parameter=b>\n[2.5, null, {\"c\": \"\\\"}{\"}]\n</parameter>\n"
-        "</function>\n</tool_call>\n<tool_call>\n<function=f>\n</function>\n</tool_call>", "I look.", [("add", ADDED), ("f", {})],
+        "qwen3_coder",
+        'I look.\n<tool_call>\n<function=add>\n<parameter=a>\n1\n</parameter>\n<parameter=b>\n[2.5, null, {"c": '
+        '"\\"}{"}]\n</parameter>\n'
+        "</function>\n</tool_call>\n<tool_call>\n<function=f>\n</function>\n</tool_call>",
+        "I look.",
+        [("add", ADDED), ("f", {})],
     ),
     (
-        "qwen3_coder", "<tool_call>\n<function=get_weather>\n<parameter=location>\n12\n</parameter>\n<parameter=unit>\ntwo\n</tool_call>"
+        "qwen3_coder",
+        "<tool_call>\n<function=get_weather>\n<parameter=location>\n12\n</parameter>\n<parameter=unit>\ntwo\n</tool_call>"
         "\n\n</parameter>\n</function>"
-        "\n</tool_call>", "", [("get_weather", {"location": "12", "unit": "two\n</tool_call>\n"})],
+        "\n</tool_call>",
+        "",
+        [("get_weather", {"location": "12", "unit": "two\n</tool_call>\n"})],
     ),
     ("pythonic", "<|python_start|>[f()]<|python_end|> So.", "So.", [("f", {})]),
     (
-        "gemma", "<start_function_call>call:get_weather{location:<escape>Paris<escape>,unit:<escape>celsius<escape>}<end_function_call>", "",
+        "gemma",
+        "<start_function_call>call:get_weather{location:<escape>Paris<escape>,unit:<escape>celsius<escape>}<end_function_call>",
+        "",
         [("get_weather", WEATHER)],
     ),
     (
-        "gemma", 'Yes. <|tool_call>call:add{a:1,b:[2.5,null,{c:<|"|>}<tool_call|>{<|"|>}]}<tool_call|><|tool_call>call:f{}<tool_call|>', "Yes.",
+        "gemma",
+        'Yes. <|tool_call>call:add{a:1,b:[2.5,null,{c:<|"|>}<tool_call|>{<|"|>}]}<tool_call|><|tool_call>call:f{}<tool_call|>',  # noqa: E501
+        "Yes.",
         [("add", {"a": 1, "b": [2.5, None, {"c": "}<tool_call|>{"}]}), ("f", {})],
     ),
-    ("calls", '[{"name": "add", "parameters": {"a": 1}}, {"name": "f", "parameters": {}}]', "", [("add", {"a": 1}), ("f", {})]),
-]  # fmt: skip
+    (
+        "calls",
+        '[{"name": "add", "parameters": {"a": 1}}, {"name": "f", "parameters": {}}]',
+        "",
+        [("add", {"a": 1}), ("f", {})],
+    ),
+]
 
 
 @pytest.mark.parametrize(("form", "text", "content", "calls"), FORMS)
@@ -99,11 +155,18 @@ HARMONY: list[tuple[str, Answer]] = [
     (f"{THOUGHT}<|start|>assistant<|channel|>final<|message|>Yes.", ("Hm.", "Yes.", [])),
     ("<|channel|>final<|message|>Yes.<|return|>", ("", "Yes.", [])),
     (f"{THOUGHT}<|start|>assistant{THOUGHT}", ("Hm.\nHm.", "", [])),
-    (f"{THOUGHT}<|start|>assistant<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>{WEATHER_JSON}<|call|>",
-     ("Hm.", "", [("get_weather", WEATHER)])),
-    (f"<|start|>assistant to=functions.get_weather<|channel|>commentary json<|message|> {WEATHER_JSON} <|call|>", ("", "", [("get_weather", WEATHER)])),
     (
-        f"<|channel|>commentary<|message|>I look.<|end|><|start|>assistant<|channel|>commentary to=functions.f<|message|>{{}}<|call|>"
+        f"{THOUGHT}<|start|>assistant<|channel|>commentary to=functions.get_weather "
+        f"<|constrain|>json<|message|>{WEATHER_JSON}<|call|>",
+        ("Hm.", "", [("get_weather", WEATHER)]),
+    ),
+    (
+        f"<|start|>assistant to=functions.get_weather<|channel|>commentary json<|message|> {WEATHER_JSON} <|call|>",
+        ("", "", [("get_weather", WEATHER)]),
+    ),
+    (
+        "<|channel|>commentary<|message|>I look.<|end|><|start|>assistant<|channel|>commentary "
+        f"to=functions.f<|message|>{{}}<|call|>"
         f"<|start|>assistant<|channel|>commentary to=functions.get_weather<|message|>{WEATHER_JSON}",
         ("", "I look.", [("f", {}), ("get_weather", WEATHER)]),
     ),
@@ -116,7 +179,10 @@ HARMONY: list[tuple[str, Answer]] = [
     ("<|channel|>commentary to=functions.f<|message|><|call|>", ("", "", [("f", {})])),
     ("<|channel|>commentary to=functions.f<|message|>{}<|call|>\n", ("", "", [("f", {})])),
     ("<|channel|>commentary to=functions.f<|message|>not JSON<|call|>", ("", "not JSON", [])),
-    ("Write `<|channel|>` then text, and `<|message|>` after.", ("", "Write `<|channel|>` then text, and `<|message|>` after.", [])),
+    (
+        "Write `<|channel|>` then text, and `<|message|>` after.",
+        ("", "Write `<|channel|>` then text, and `<|message|>` after.", []),
+    ),
     ("<|start|>user<|message|>Hm.", ("", "<|start|>user<|message|>Hm.", [])),
     ("<|channel|>commentary to=functions.f<|message|>{} and more<|call|>", ("", "and more", [("f", {})])),
     ("Plain text.", ("", "Plain text.", [])),
@@ -126,14 +192,16 @@ HARMONY: list[tuple[str, Answer]] = [
     (f"{THOUGHT}<|start|>", ("Hm.", "", [])),
     ("<|channel|>final" + "x" * 600 + "<|message|>y", ("", "<|channel|>final" + "x" * 600 + "<|message|>y", [])),
     (f"{THOUGHT}{{}}", ("Hm.", "{}", [])),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("text", "answer"), HARMONY)
 def test_harmony(text: str, answer: Answer) -> None:
     assert read(parse(text, "harmony", "harmony")) == answer
     assert read(parse(text, "harmony", "harmony", tuple(range(1, len(text))))) == answer
-    assert [piece.kind for piece in parse(text, "", "harmony")] == [piece.kind for piece in parse(text, "harmony", "harmony")]
+    assert [piece.kind for piece in parse(text, "", "harmony")] == [
+        piece.kind for piece in parse(text, "harmony", "harmony")
+    ]
 
 
 def test_a_long_answer_in_harmony_takes_no_time_squared() -> None:
@@ -197,8 +265,15 @@ def test_what_is_no_call_is_content_as_it_stands(form: str, text: str) -> None:
 
 def test_a_call_that_stops_being_json_keeps_what_was_said_and_the_rest_is_content() -> None:
     pieces = parse('<tool_call>{"name": "add", "arguments": {"a": 1, "b": tru}}</tool_call> sorry', "hermes")
-    assert pieces == [Piece("call", "add"), Piece("arguments", '{"a": 1, "b": '), Piece("content", "tru}}</tool_call> sorry")]
-    assert parse('<tool_call>{"name": "add", "arguments": {"a": 12', "hermes") == [Piece("call", "add"), Piece("arguments", '{"a": 12')]
+    assert pieces == [
+        Piece("call", "add"),
+        Piece("arguments", '{"a": 1, "b": '),
+        Piece("content", "tru}}</tool_call> sorry"),
+    ]
+    assert parse('<tool_call>{"name": "add", "arguments": {"a": 12', "hermes") == [
+        Piece("call", "add"),
+        Piece("arguments", '{"a": 12'),
+    ]
 
 
 def test_arguments_go_out_as_they_come() -> None:
@@ -226,7 +301,7 @@ def test_arguments_go_out_as_they_come() -> None:
         ("mistral", "[THINK]Hm.[/THINK]Yes.", "Hm.", "Yes."),
         ("gemma4", "<|channel>thought\nHm.<channel|>Yes.", "Hm.", "Yes."),
     ],
-)  # fmt: skip
+)
 def test_reasoning_is_told_from_the_answer(parser: str, text: str, reasoning: str, content: str) -> None:
     assert read(parse(text, "", parser)) == (reasoning, content, [])
 
@@ -238,7 +313,9 @@ def test_calls_are_looked_for_behind_the_reasoning_only() -> None:
 
 @pytest.mark.parametrize(("form", "content"), [("calls", ""), ("llama3_json", '{"name": "ad')])
 def test_a_list_of_calls_that_is_cut_off_ends_with_its_last_whole_one(form: str, content: str) -> None:
-    """Where calls alone may be written, nothing of the next is content; elsewhere it is, without the comma before it."""
+    """Where calls alone may be written, nothing of the next is content; elsewhere it is, without
+    the comma before it.
+    """
     text = '[{"name": "add", "parameters": {"a": 1}}, {"name": "ad'
     assert read(parse(text, form)) == ("", content, [("add", {"a": 1})])
 
@@ -251,14 +328,60 @@ def test_a_forced_call_is_its_arguments() -> None:
 
 
 PIECES = [
-    *("<tool_call>", "</tool_call>", "<|tool_call|>", "<function_call>", "[TOOL_CALLS]", "<|python_tag|>", "[ARGS]", "<start_function_call>"),
-    *("<end_function_call>", "<|tool_call>", "<tool_call|>", "<|python_start|>", "<|python_end|>", "<think>", "</think>", "[THINK]"),
-    *("<|start|>", "assistant", "<|channel|>", "analysis", "final", "to=functions.add", "<|message|>", "<|end|>", "<|call|>", "<|constrain|>json"),
-    *("Here is my thought process:", "Here is my response:", "<|channel>thought", "<channel|>", CALL, ADD, '{"name": "f", "arguments": {}}'),
-    *('{"name": "unknown", "arguments": {"x": "<tool_call>', '"}}', "[f(a=1)]", "[add(a='x\\'', b={'c': [1]})", "call:f{a:<escape>x<escape>}"),
+    *(
+        "<tool_call>",
+        "</tool_call>",
+        "<|tool_call|>",
+        "<function_call>",
+        "[TOOL_CALLS]",
+        "<|python_tag|>",
+        "[ARGS]",
+        "<start_function_call>",
+    ),
+    *(
+        "<end_function_call>",
+        "<|tool_call>",
+        "<tool_call|>",
+        "<|python_start|>",
+        "<|python_end|>",
+        "<think>",
+        "</think>",
+        "[THINK]",
+    ),
+    *(
+        "<|start|>",
+        "assistant",
+        "<|channel|>",
+        "analysis",
+        "final",
+        "to=functions.add",
+        "<|message|>",
+        "<|end|>",
+        "<|call|>",
+        "<|constrain|>json",
+    ),
+    *(
+        "Here is my thought process:",
+        "Here is my response:",
+        "<|channel>thought",
+        "<channel|>",
+        CALL,
+        ADD,
+        '{"name": "f", "arguments": {}}',
+    ),
+    *(
+        '{"name": "unknown", "arguments": {"x": "<tool_call>',
+        '"}}',
+        "[f(a=1)]",
+        "[add(a='x\\'', b={'c': [1]})",
+        "call:f{a:<escape>x<escape>}",
+    ),
     *('call:add{a:<|"|>x<|"|>,b:[1]}', '"<tool_call>"', "f", "add", "1.5", "true", "é", *'{}[]"\\ \n,;:-<'),
 ]
-TEXTS = st.lists(st.one_of(st.sampled_from(PIECES), st.sampled_from([text for _, text, _, _ in FORMS]), st.text(max_size=4)), max_size=8).map("".join)
+TEXTS = st.lists(
+    st.one_of(st.sampled_from(PIECES), st.sampled_from([text for _, text, _, _ in FORMS]), st.text(max_size=4)),
+    max_size=8,
+).map("".join)
 
 
 @examples(400)
@@ -269,7 +392,9 @@ TEXTS = st.lists(st.one_of(st.sampled_from(PIECES), st.sampled_from([text for _,
     data=st.data(),
     max_calls=st.sampled_from([0, 0, 1]),
 )
-def test_however_a_text_is_cut_the_same_comes_out(text: str, form: str, reasoning: str, data: Any, max_calls: int) -> None:
+def test_however_a_text_is_cut_the_same_comes_out(
+    text: str, form: str, reasoning: str, data: Any, max_calls: int
+) -> None:
     whole = parse(text, form, reasoning, max_calls=max_calls)
     by_character = parse(text, form, reasoning, tuple(range(1, len(text))), max_calls)
     assert by_character == whole
@@ -279,7 +404,9 @@ def test_however_a_text_is_cut_the_same_comes_out(text: str, form: str, reasonin
 
 
 @examples(200)
-@given(text=TEXTS, form=st.sampled_from([name for name in TOOL_CALLS if name != "harmony"]))  # which has headers for other messages, too
+@given(
+    text=TEXTS, form=st.sampled_from([name for name in TOOL_CALLS if name != "harmony"])
+)  # which has headers for other messages, too
 def test_without_a_call_nothing_of_a_text_is_lost(text: str, form: str) -> None:
     pieces = parse(text, form)
     if not any(piece.kind == "call" for piece in pieces):
@@ -287,14 +414,25 @@ def test_without_a_call_nothing_of_a_text_is_lost(text: str, form: str) -> None:
 
 
 JSON_VALUES = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(st.characters(exclude_categories=["Cs"])),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(st.characters(exclude_categories=["Cs"]), max_size=5), inner, max_size=3),
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(st.characters(exclude_categories=["Cs"])),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.text(st.characters(exclude_categories=["Cs"]), max_size=5), inner, max_size=3)
+    ),
     max_leaves=12,
 )
 
 
 @settings(deadline=None)
-@given(value=st.dictionaries(st.text(st.characters(exclude_categories=["Cs"])), JSON_VALUES), indent=st.sampled_from([None, 2]), is_ascii=st.booleans())
+@given(
+    value=st.dictionaries(st.text(st.characters(exclude_categories=["Cs"])), JSON_VALUES),
+    indent=st.sampled_from([None, 2]),
+    is_ascii=st.booleans(),
+)
 def test_the_scanner_takes_all_of_json(value: Any, indent: int | None, is_ascii: bool) -> None:
     text = json.dumps(value, indent=indent, ensure_ascii=is_ascii)
     scanner = JsonScanner()

@@ -1,4 +1,6 @@
-"""Patterns, names and bounds that the grammars' library gets wrong, and that are therefore said to it in other words."""
+"""Patterns, names and bounds that the grammars' library gets wrong, and that are therefore said to
+it in other words.
+"""
 
 import json
 from collections import Counter
@@ -18,7 +20,9 @@ NUM_DRAWN = 120
 
 
 def allowed(schema: Any, text: str, *, is_lenient: bool = False) -> bool:
-    matcher = compile_grammar(prepare(Constraint("json_schema", json.dumps(schema), "s", is_lenient)).constraint, gbnf.of_bytes())
+    matcher = compile_grammar(
+        prepare(Constraint("json_schema", json.dumps(schema), "s", is_lenient)).constraint, gbnf.of_bytes()
+    )
     return bool(matcher.consume_tokens(list(text.encode())) and matcher.is_accepting())
 
 
@@ -51,7 +55,26 @@ def test_a_pattern_allows_what_each_engine_matches(pattern: str, good: list[str]
 
 
 @pytest.mark.parametrize(
-    "pattern", ["a++", "a{,3}", "[]", "[^]", r"\bx", "(?=x)y", r"(a)\1", "[b-a]", "(a", "a)", "*", "^*", r"\A", "a\0", "(?m)^a", "(?i)^a", "(" * 99]
+    "pattern",
+    [
+        "a++",
+        "a{,3}",
+        "[]",
+        "[^]",
+        r"\bx",
+        "(?=x)y",
+        r"(a)\1",
+        "[b-a]",
+        "(a",
+        "a)",
+        "*",
+        "^*",
+        r"\A",
+        "a\0",
+        "(?m)^a",
+        "(?i)^a",
+        "(" * 99,
+    ],
 )
 def test_what_engines_read_differently_is_not_enforced(pattern: str) -> None:
     assert written(pattern) is None
@@ -97,33 +120,64 @@ INNER = {"type": "object", "properties": {"c": {"type": "integer"}}, "required":
 @pytest.mark.parametrize(
     ("schema", "good", "bad"),
     [
-        ({"type": "integer", "minimum": -(2**63), "maximum": 2**63 - 1}, ["-7", "9223372036854775807"], ["9223372036854775808", "-9223372036854775809"]),
+        (
+            {"type": "integer", "minimum": -(2**63), "maximum": 2**63 - 1},
+            ["-7", "9223372036854775807"],
+            ["9223372036854775808", "-9223372036854775809"],
+        ),
         ({"type": "integer", "minimum": 0, "maximum": 2**64 - 1}, ["7"], ["-1", "18446744073709551616"]),
         ({"type": "number", "minimum": 0, "maximum": 1.7976931348623157e308}, ["0.5"], ["-1"]),
-        ({"type": "number", "minimum": -1.7976931348623157e308, "maximum": 1.7976931348623157e308}, ["6.02e23"], ['"a"']),
+        (
+            {"type": "number", "minimum": -1.7976931348623157e308, "maximum": 1.7976931348623157e308},
+            ["6.02e23"],
+            ['"a"'],
+        ),
         ({"type": "number", "minimum": -1e19, "maximum": 1e19}, ["-3", "4.5"], ["10000000000000000001"]),
         ({"type": "number", "minimum": 4.9e-324}, ["0.1"], ["0", "-1"]),
         ({"type": "array", "items": {"type": "integer"}, "maxItems": 1e20}, ["[1]"], ['["a"]']),
         ({"type": "string", "maxLength": 2**63}, ['"a"'], ["1"]),
         ({"type": "number", "multipleOf": 0.1, "minimum": 0.25, "maximum": 0.35}, ["0.3"], ["0.25", "0.2", "0.4"]),
-        ({"type": "number", "multipleOf": 0.01, "exclusiveMinimum": 0.29, "maximum": 0.305}, ["0.3"], ["0.29", "0.305", "0.31"]),
-        ({"type": "number", "multipleOf": 2, "exclusiveMinimum": -4, "exclusiveMaximum": 2.5}, ["-2", "0", "2"], ["-4", "4", "1"]),
+        (
+            {"type": "number", "multipleOf": 0.01, "exclusiveMinimum": 0.29, "maximum": 0.305},
+            ["0.3"],
+            ["0.29", "0.305", "0.31"],
+        ),
+        (
+            {"type": "number", "multipleOf": 2, "exclusiveMinimum": -4, "exclusiveMaximum": 2.5},
+            ["-2", "0", "2"],
+            ["-4", "4", "1"],
+        ),
     ],
 )
-def test_a_bound_that_the_library_cannot_say_takes_nothing_else_with_it(schema: Any, good: list[str], bad: list[str]) -> None:
-    whole = {"type": "object", "properties": {"a": schema, "b": INNER}, "required": ["a", "b"], "additionalProperties": False}
+def test_a_bound_that_the_library_cannot_say_takes_nothing_else_with_it(
+    schema: Any, good: list[str], bad: list[str]
+) -> None:
+    whole = {
+        "type": "object",
+        "properties": {"a": schema, "b": INNER},
+        "required": ["a", "b"],
+        "additionalProperties": False,
+    }
     for text in good:
-        assert allowed(whole, f'{{"a": {text}, "b": {{"c": 1}}}}') and not allowed(whole, f'{{"a": {text}, "b": {{"c": "x"}}}}')
+        assert allowed(whole, f'{{"a": {text}, "b": {{"c": 1}}}}') and not allowed(
+            whole, f'{{"a": {text}, "b": {{"c": "x"}}}}'
+        )
     assert not any(allowed(whole, f'{{"a": {text}, "b": {{"c": 1}}}}') for text in bad)
 
 
 def test_a_keyword_that_cannot_be_said_is_named_alone() -> None:
-    schema = {"type": "object", "properties": {"a": {"type": "integer", "multipleOf": 10**10, "minimum": 3}, "b": INNER}, "additionalProperties": False}
+    schema = {
+        "type": "object",
+        "properties": {"a": {"type": "integer", "multipleOf": 10**10, "minimum": 3}, "b": INNER},
+        "additionalProperties": False,
+    }
     with pytest.raises(Invalid, match="multipleOf can't be enforced"):
         prepare(Constraint("json_schema", json.dumps(schema), "s"))
     found = prepare(Constraint("json_schema", json.dumps(schema), "s", is_lenient=True))
     assert found.ignored == ("s: multipleOf",) and found.checks
-    assert not allowed(schema, '{"b": {"c": "x"}}', is_lenient=True) and not allowed(schema, '{"a": 1}', is_lenient=True)
+    assert not allowed(schema, '{"b": {"c": "x"}}', is_lenient=True) and not allowed(
+        schema, '{"a": 1}', is_lenient=True
+    )
 
 
 A = {"a": {"type": "integer"}}
@@ -132,12 +186,24 @@ A = {"a": {"type": "integer"}}
 @pytest.mark.parametrize(
     ("schema", "good", "bad"),
     [
-        ({"properties": A, "patternProperties": {"^a$": {"minimum": 3}}, "additionalProperties": False}, ['{"a": 4}', "{}"], ['{"a": 2}', '{"a": "x"}']),
+        (
+            {"properties": A, "patternProperties": {"^a$": {"minimum": 3}}, "additionalProperties": False},
+            ['{"a": 4}', "{}"],
+            ['{"a": 2}', '{"a": "x"}'],
+        ),
         ({"properties": A, "propertyNames": {"enum": ["a"]}}, ['{"a": 4}'], ['{"b": 4}']),
         ({"patternProperties": {".*": {"type": "integer"}}}, ['{"x": 4}', "{}"], ['{"x": "4"}', r'{"\u0061": ""}']),
         ({"properties": A, "additionalProperties": True}, ['{"a": 4, "b": "x"}'], [r'{"\u0061": "x"}']),
-        ({"properties": A, "additionalProperties": True, "x-guidance": {"json_allowed_escapes": "nu"}}, [r'{"b": "\n"}'], [r'{"\u0061": "x"}']),
-        ({"properties": {"a\n": {"type": "integer"}}, "additionalProperties": {"type": "string"}}, [r'{"a\n": 1}'], [r'{"a\u000a": "x"}']),
+        (
+            {"properties": A, "additionalProperties": True, "x-guidance": {"json_allowed_escapes": "nu"}},
+            [r'{"b": "\n"}'],
+            [r'{"\u0061": "x"}'],
+        ),
+        (
+            {"properties": {"a\n": {"type": "integer"}}, "additionalProperties": {"type": "string"}},
+            [r'{"a\n": 1}'],
+            [r'{"a\u000a": "x"}'],
+        ),
     ],
 )
 def test_names_of_properties_are_known_however_they_are_spelt(schema: Any, good: list[str], bad: list[str]) -> None:
@@ -164,7 +230,8 @@ def test_no_comma_stands_behind_the_last_property_that_there_can_be(names: Any) 
 
 
 @pytest.mark.parametrize(
-    ("value", "divisor", "is_multiple"), [("9000427.27", 0.01, True), ("0.3", 0.1, True), ("0.35", 0.1, False), ("9", 3, True), ("1e999", 2, False)]
+    ("value", "divisor", "is_multiple"),
+    [("9000427.27", 0.01, True), ("0.3", 0.1, True), ("0.35", 0.1, False), ("9", 3, True), ("1e999", 2, False)],
 )
 def test_multiples_are_those_of_decimal_numbers(value: str, divisor: float, is_multiple: bool) -> None:
     assert (problems_of({"multipleOf": divisor}, value) == []) == is_multiple

@@ -74,7 +74,13 @@ def test_what_can_not_fit_is_refused_with_figures(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(preflight, "free_host_memory", lambda: GIB)
     demo = open_model("demo")
     check_memory(UpSettings(kv_cache_memory="900MiB"), [demo])
-    with pytest.raises(StartupError, match=r"penstock-demo: at least 7 MiB for the weights and 2 GiB for the KV cache .*, and 1 GiB are free on this machine"):
+    with pytest.raises(
+        StartupError,
+        match=(
+            r"penstock-demo: at least 7 MiB for the weights and 2 GiB for the KV cache .*, and 1 GiB are free on "
+            r"this machine"
+        ),
+    ):
         check_memory(UpSettings(kv_cache_memory="2GiB"), [demo])
     monkeypatch.setattr(preflight, "free_host_memory", lambda: 1 << 20)
     with pytest.raises(StartupError, match="--quantization w8a8 or w4, or a smaller model"):
@@ -85,7 +91,16 @@ def test_what_can_not_fit_is_refused_with_figures(monkeypatch: pytest.MonkeyPatc
 
 def test_sizes_are_written_in_units_that_suit_them() -> None:
     sizes = (0, 10, 1023, 1024, 32 << 10, 7_300_000, 3 << 29, GIB << 10)
-    assert [size_text(size) for size in sizes] == ["0 bytes", "10 bytes", "1023 bytes", "1 KiB", "32 KiB", "6.96 MiB", "1.5 GiB", "1024 GiB"]
+    assert [size_text(size) for size in sizes] == [
+        "0 bytes",
+        "10 bytes",
+        "1023 bytes",
+        "1 KiB",
+        "32 KiB",
+        "6.96 MiB",
+        "1.5 GiB",
+        "1024 GiB",
+    ]
 
 
 def test_a_broken_file_of_keys_is_told_before_anything_starts(tmp_path: Path) -> None:

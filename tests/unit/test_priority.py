@@ -20,6 +20,8 @@ print(os.getpriority(os.PRIO_PROCESS, 0), AUTOGROUP.read_text().split()[-1] if A
 @pytest.mark.skipif(not AUTOGROUP.exists(), reason="this system has no autogroups")
 def test_its_session_runs_behind_too() -> None:
     own = Path("/proc/self/autogroup").read_text()
-    said = subprocess.run([sys.executable, "-c", SAY], capture_output=True, text=True, check=True, start_new_session=True).stdout
+    said = subprocess.run(
+        [sys.executable, "-c", SAY], capture_output=True, text=True, check=True, start_new_session=True
+    ).stdout
     assert said.split() == [str(min(19, os.getpriority(os.PRIO_PROCESS, 0) + 7))] * 2
     assert Path("/proc/self/autogroup").read_text() == own, "other sessions stay as they are"

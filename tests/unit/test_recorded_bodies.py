@@ -27,7 +27,12 @@ from tests.unit.deltas import USAGE
 RECORDED = sorted(Path("tests/recorded").glob("*.json"))
 
 
-BODIES: dict[str, type[Body]] = {"chat": ChatCompletionBody, "message": MessagesBody, "response": ResponseBody, "infill": InfillBody}
+BODIES: dict[str, type[Body]] = {
+    "chat": ChatCompletionBody,
+    "message": MessagesBody,
+    "response": ResponseBody,
+    "infill": InfillBody,
+}
 
 
 def params_of(kind: str, body: dict[str, Any]) -> SamplingParams:
@@ -82,8 +87,11 @@ def test_codex_s_tools_are_functions_of_the_chat_and_its_items_are_messages() ->
     wire = [message.to_wire() for message in chat.messages]
     assert [message.role for message in wire] == ["system", "developer", "user", *["assistant", "tool"] * 4]
     assert [(call.name, call.arguments) for message in wire for call in message.tool_calls] == [
-        ("shell", "{}"), ("apply_patch", '{"input": "*** Begin Patch"}'), ("local_shell", '{"type":"exec","command":["ls"]}'), ("mcp__calendar__lookup", "{}"),
-    ]  # fmt: skip
+        ("shell", "{}"),
+        ("apply_patch", '{"input": "*** Begin Patch"}'),
+        ("local_shell", '{"type":"exec","command":["ls"]}'),
+        ("mcp__calendar__lookup", "{}"),
+    ]
     assert [message.tool_call_id for message in wire if message.role == "tool"] == ["c1", "c2", "c3", "c4"]
 
 
@@ -93,7 +101,10 @@ def test_calls_of_custom_tools_and_namespaces_come_back_by_their_own_names() -> 
     answer = Answer(calling.parsing("hermes", ""), "resp_1.0", has_reasoning=True)
     made = ResponseEvents(make_record("response", "m", "m"), body.asked(SamplingParams()))
     events = made.opening(None)
-    calls = ('{"name": "apply_patch", "arguments": {"input": "a \\"b\\"\\n"}}', '{"name": "mcp__calendar__lookup", "arguments": {"day": 1}}')
+    calls = (
+        '{"name": "apply_patch", "arguments": {"input": "a \\"b\\"\\n"}}',
+        '{"name": "mcp__calendar__lookup", "arguments": {"day": 1}}',
+    )
     texts = [f"<tool_call>\n{call}\n</tool_call>" for call in calls]
     pieces = [text[at : at + 5] for text in texts for at in range(0, len(text), 5)]
     for number, piece in enumerate(pieces):
@@ -115,7 +126,9 @@ def test_two_namespaces_may_have_a_tool_of_one_name_and_long_names_stay_apart() 
     assert len(first) == len(second) == 64 and first != second
 
 
-@pytest.mark.parametrize("choice", [{"type": "web_search"}, {"type": "allowed_tools", "mode": "required", "tools": [{"type": "web_search"}]}])
+@pytest.mark.parametrize(
+    "choice", [{"type": "web_search"}, {"type": "allowed_tools", "mode": "required", "tools": [{"type": "web_search"}]}]
+)
 def test_a_forced_tool_that_nobody_here_runs_is_refused(choice: dict[str, Any]) -> None:
     with pytest.raises(Invalid) as refused:
         response_chat(codex(tool_choice=choice), []).calling()
@@ -140,29 +153,49 @@ def test_required_where_only_a_server_s_tools_are_left_is_refused_in_each_api() 
     [
         ("chat", {"tools": [{"type": "mcp", "server_label": "x", "server_url": "https://x/mcp"}]}, "tools[0]", "mcp"),
         ("message", {"mcp_servers": [{"type": "url", "url": "https://x/mcp", "name": "x"}]}, "mcp_servers", "mcp"),
-        ("message", {"tools": [{"name": "f", "input_schema": {}}, {"type": "mcp_toolset", "mcp_server_name": "x"}]}, "tools[1]", "mcp_toolset"),
+        (
+            "message",
+            {"tools": [{"name": "f", "input_schema": {}}, {"type": "mcp_toolset", "mcp_server_name": "x"}]},
+            "tools[1]",
+            "mcp_toolset",
+        ),
     ],
 )
-def test_a_tool_of_the_client_s_own_that_a_server_would_run_is_refused(kind: str, more: dict[str, Any], param: str, named: str) -> None:
+def test_a_tool_of_the_client_s_own_that_a_server_would_run_is_refused(
+    kind: str, more: dict[str, Any], param: str, named: str
+) -> None:
     with pytest.raises(Invalid, match=rf"runs no tools of the type {named}:") as refused:
         chat_of(kind, {"model": "m", "max_tokens": 9, "messages": [{"role": "user", "content": "x"}]} | more).calling()
     assert refused.value.param == param
 
 
-@pytest.mark.parametrize("tool", [{"type": "mcp", "server_label": "x"}, {"type": "file_search", "vector_store_ids": ["vs_1"]}])
+@pytest.mark.parametrize(
+    "tool", [{"type": "mcp", "server_label": "x"}, {"type": "file_search", "vector_store_ids": ["vs_1"]}]
+)
 def test_so_it_is_in_a_response_and_in_a_namespace(tool: dict[str, Any]) -> None:
-    for tools, param in (([tool], "tools[0]"), ([{"type": "namespace", "name": "n", "tools": [tool]}], "tools[0].tools[0]")):
+    for tools, param in (
+        ([tool], "tools[0]"),
+        ([{"type": "namespace", "name": "n", "tools": [tool]}], "tools[0].tools[0]"),
+    ):
         with pytest.raises(Invalid, match=f"type {tool['type']}") as refused:
             response_chat(codex(tools=tools), [])
         assert refused.value.param == param
 
 
 def test_a_wrong_tool_is_named_by_its_place_in_the_request() -> None:
-    wrong = [{"type": "web_search"}, {"type": "namespace", "name": "n", "tools": [{"type": "function", "name": "f", "parameters": 3}]}]
+    wrong = [
+        {"type": "web_search"},
+        {"type": "namespace", "name": "n", "tools": [{"type": "function", "name": "f", "parameters": 3}]},
+    ]
     with pytest.raises(Invalid) as response:
         response_chat(codex(tools=wrong), [])
     assert response.value.param == "tools[1].tools[0].parameters"
-    body = {"model": "m", "max_tokens": 9, "messages": [{"role": "user", "content": "x"}], "tools": [{"type": "bash_1", "name": "bash"}, {"name": "no space"}]}
+    body = {
+        "model": "m",
+        "max_tokens": 9,
+        "messages": [{"role": "user", "content": "x"}],
+        "tools": [{"type": "bash_1", "name": "bash"}, {"name": "no space"}],
+    }
     with pytest.raises(Invalid) as message:
         chat_of("message", body)
     assert message.value.param == "tools[1].name"

@@ -1,4 +1,6 @@
-"""The embedded Redis on a TCP port, which every user of the machine reaches: it wants the password of the data folder."""
+"""The embedded Redis on a TCP port, which every user of the machine reaches: it wants the password
+of the data folder.
+"""
 
 import os
 import subprocess
@@ -18,7 +20,9 @@ from tests.deployment import free_port
 from tests.waiting import wait_until
 
 
-def test_the_embedded_redis_wants_a_password_where_it_listens_on_a_port(tmp_path: Path, redis_binary: Path | None) -> None:
+def test_the_embedded_redis_wants_a_password_where_it_listens_on_a_port(
+    tmp_path: Path, redis_binary: Path | None
+) -> None:
     port, password, path = free_port(), password_of(tmp_path), tmp_path / "redis-password"
     assert password == password_of(tmp_path) == path.read_text() and path.stat().st_mode & 0o777 == 0o600
     process = start_server(tmp_path, port=port, password=password, binary=redis_binary)
@@ -57,7 +61,9 @@ def test_a_password_that_somebody_wrote_is_not_taken(tmp_path: Path) -> None:
     (tmp_path / "redis-password").write_text("x\nuser eve on nopass ~* +@all\n")
     with pytest.raises(StartupError, match="remove it"):
         password_of(tmp_path)
-    assert password_for(tmp_path, 0) == "" and not (tmp_path / "redis-password").exists(), "a Redis without a port wants none"
+    assert password_for(tmp_path, 0) == "" and not (tmp_path / "redis-password").exists(), (
+        "a Redis without a port wants none"
+    )
     assert url_of(tmp_path) == f"unix://{socket_path(tmp_path)}"
 
 

@@ -1,4 +1,6 @@
-"""The users of deploy/redis/users.acl: what `make verify SUITE=redis` shows with a Redis of its own, as far as the embedded server can."""
+"""The users of deploy/redis/users.acl: what `make verify SUITE=redis` shows with a Redis of its
+own, as far as the embedded server can.
+"""
 
 from collections.abc import Iterator
 from typing import Any
@@ -45,9 +47,15 @@ def server(redis_url: str) -> "Iterator[redis.Redis]":
 
 @pytest.mark.parametrize("user", MAY)
 def test_no_user_may_disturb_others(user: str, server: Any) -> None:
-    """Some commands are about the server, other connections, scripts or channels: a user may send those that its stage needs."""
+    """Some commands are about the server, other connections, scripts or channels: a user may send
+    those that its stage needs.
+    """
     names = risky_commands(server)
-    allowed = {name for name, arguments in names.items() if b"no permissions to run" not in server.execute_command("ACL", "DRYRUN", user, *arguments)}
+    allowed = {
+        name
+        for name, arguments in names.items()
+        if b"no permissions to run" not in server.execute_command("ACL", "DRYRUN", user, *arguments)
+    }
     assert allowed == MAY[user] | (OWN_CONNECTION & names.keys())
 
 
@@ -73,8 +81,13 @@ def test_each_stage_can_end_a_request_and_only_jobs_can_list_keys(server: "redis
 
 
 def test_tokenizers_offer_prompts_and_computes_take_them(server: "redis.Redis", redis_url: str) -> None:
-    stream, message = prompts("m"), TokenizedRequest("r.0", None, "m", SamplingParams(max_tokens=1), np.array([5], np.int32), ())
-    clients: dict[str, Any] = {user: redis.Redis.from_url(as_user(redis_url, user)) for user in ("tokenizer", "compute")}
+    stream, message = (
+        prompts("m"),
+        TokenizedRequest("r.0", None, "m", SamplingParams(max_tokens=1), np.array([5], np.int32), ()),
+    )
+    clients: dict[str, Any] = {
+        user: redis.Redis.from_url(as_user(redis_url, user)) for user in ("tokenizer", "compute")
+    }
     try:
         clients["compute"].xgroup_create(stream.key, stream.group, id="0", mkstream=True)
         clients["compute"].set(replica_key("compute", "c"), "here")
@@ -102,7 +115,9 @@ def test_gateways_end_what_waits_in_vain_and_keda_sees_how_much_waits(server: "r
     stream = prompts("m")
     server.xgroup_create(stream.key, stream.group, id="0", mkstream=True)
     entry_id: Any = server.xadd(stream.key, {MESSAGE: b"-", REQUEST_ID: "resp_1.0", GATEWAY_ID: ""})
-    clients: dict[str, Any] = {user: redis.Redis.from_url(as_user(redis_url, user)) for user in ("gateway", "jobs", "tokenizer", "keda")}
+    clients: dict[str, Any] = {
+        user: redis.Redis.from_url(as_user(redis_url, user)) for user in ("gateway", "jobs", "tokenizer", "keda")
+    }
     try:
         for user in ("gateway", "jobs"):
             pipe = clients[user].pipeline(transaction=False)
@@ -114,13 +129,24 @@ def test_gateways_end_what_waits_in_vain_and_keda_sees_how_much_waits(server: "r
             pipe.execute()
         assert clients["tokenizer"].get(served_key("compute", "m")) == b"said"
         clients["gateway"].srem(SERVED, "compute:m")
-        assert clients["keda"].xinfo_groups(stream.key)[0]["lag"] == 1 and clients["keda"].xpending(stream.key, stream.group)["pending"] == 0
+        assert (
+            clients["keda"].xinfo_groups(stream.key)[0]["lag"] == 1
+            and clients["keda"].xpending(stream.key, stream.group)["pending"] == 0
+        )
         for command in (["XRANGE", stream.key, "-", "+"], ["GET", served_key("compute", "m")]):
             with pytest.raises(redis.exceptions.NoPermissionError):
                 clients["keda"].execute_command(*command)
         pipe = clients["gateway"].pipeline(transaction=False)
         queue_find_waiting(pipe, stream, 1, 9)
-        end_waiting(pipe, stream, "gateway-1", entry_id, "m", TokenEvent("resp_1.0", 0, None, "", finish_reason="error", error=RequestError("late", 503)), None)
+        end_waiting(
+            pipe,
+            stream,
+            "gateway-1",
+            entry_id,
+            "m",
+            TokenEvent("resp_1.0", 0, None, "", finish_reason="error", error=RequestError("late", 503)),
+            None,
+        )
         assert pipe.execute()[0] == [[entry_id, b"resp_1.0", b""]]
         assert server.xlen(log_key("resp_1.0")) == 1 and server.xlen(stream.key) == 0
     finally:

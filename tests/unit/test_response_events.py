@@ -1,4 +1,6 @@
-"""The typed events of a response, for any deltas of an answer: OpenAI's types, whole items, and the same numbers for every reader."""
+"""The typed events of a response, for any deltas of an answer: OpenAI's types, whole items, and the
+same numbers for every reader.
+"""
 
 from dataclasses import replace
 from typing import Any
@@ -25,7 +27,9 @@ ASKED = {"parallel_tool_calls": True, "tool_choice": "auto", "tools": [], "metad
 ends = st.sampled_from(["stop", "length", "error", "cancelled"])
 
 
-def events_of(chat: list[Delta], end: str, *, is_background: bool, after: int = -1) -> tuple[ResponseEvents, list[dict[str, Any]]]:
+def events_of(
+    chat: list[Delta], end: str, *, is_background: bool, after: int = -1
+) -> tuple[ResponseEvents, list[dict[str, Any]]]:
     """All events as they reach a reader, and what made them."""
     record = make_record("response", "m", "m", is_background=is_background)
     made = ResponseEvents(record, ASKED, after=after)
@@ -48,22 +52,37 @@ def test_events_are_openai_s_and_tell_what_the_object_holds(chat: list[Delta], e
         assert EVENT.validate_python(event).type == event["type"]
     whole = made.whole()
     assert events[-1]["response"] == whole and Response.model_validate(whole).status == whole["status"]
-    assert whole["status"] == {"stop": "completed", "length": "incomplete", "error": "failed", "cancelled": "cancelled"}[end]
-    kinds = {"message": ("content", "response.output_text.delta"), "reasoning": ("reasoning", "response.reasoning_text.delta")}
+    assert (
+        whole["status"]
+        == {"stop": "completed", "length": "incomplete", "error": "failed", "cancelled": "cancelled"}[end]
+    )
+    kinds = {
+        "message": ("content", "response.output_text.delta"),
+        "reasoning": ("reasoning", "response.reasoning_text.delta"),
+    }
     for index, item in enumerate(whole["output"]):
         own = [event for event in events if event.get("output_index") == index]
-        assert own[0]["type"] == "response.output_item.added" and own[-1] == {**own[-1], "type": "response.output_item.done", "item": item}
+        assert own[0]["type"] == "response.output_item.added" and own[-1] == {
+            **own[-1],
+            "type": "response.output_item.done",
+            "item": item,
+        }
         delta_type = kinds[item["type"]][1] if item["type"] in kinds else "response.function_call_arguments.delta"
         said = "".join(event["delta"] for event in own if event["type"] == delta_type)
         assert said == (item["arguments"] if item["type"] == "function_call" else item["content"][0]["text"])
     for kind, (field, _) in kinds.items():
         said = "".join(item["content"][0]["text"] for item in whole["output"] if item["type"] == kind)
         assert said == "".join(getattr(delta, field) for delta in chat)
-    assert [item["call_id"] for item in whole["output"] if item["type"] == "function_call"] == [call.call_id for call in begun(chat)]
+    assert [item["call_id"] for item in whole["output"] if item["type"] == "function_call"] == [
+        call.call_id for call in begun(chat)
+    ]
 
 
 def without_logprobs(output: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    parts = [[{key: value for key, value in part.items() if key != "logprobs"} for part in item.get("content", [])] for item in output]
+    parts = [
+        [{key: value for key, value in part.items() if key != "logprobs"} for part in item.get("content", [])]
+        for item in output
+    ]
     return [item | {"id": "", "content": content} for item, content in zip(output, parts, strict=True)]
 
 
@@ -78,15 +97,26 @@ def test_logprobs_of_thoughts_and_calls_begin_no_message(chat: list[Delta], end:
     for made in (plain, given):
         made.closing(USAGE, {})
     assert without_logprobs(given.output) == without_logprobs(plain.output)
-    said = [entry["token"] for item in orjson.loads(orjson.dumps(given.output)) if item["type"] == "message" for entry in item["content"][0]["logprobs"]]
-    assert {str(number) for number, delta in enumerate(chat) if delta.content} <= set(said) and said == sorted(set(said), key=int)
+    said = [
+        entry["token"]
+        for item in orjson.loads(orjson.dumps(given.output))
+        if item["type"] == "message"
+        for entry in item["content"][0]["logprobs"]
+    ]
+    assert {str(number) for number, delta in enumerate(chat) if delta.content} <= set(said) and said == sorted(
+        set(said), key=int
+    )
 
 
 @given(chats, ends, st.booleans(), st.integers(-1, 30))
-def test_a_reader_that_comes_back_gets_exactly_what_it_lacks(chat: list[Delta], end: str, is_background: bool, after: int) -> None:
+def test_a_reader_that_comes_back_gets_exactly_what_it_lacks(
+    chat: list[Delta], end: str, is_background: bool, after: int
+) -> None:
     everything = events_of(chat, end, is_background=is_background)[1]
     rest = events_of(chat, end, is_background=is_background, after=after)[1]
-    assert [(event["type"], event["sequence_number"]) for event in rest] == [(event["type"], event["sequence_number"]) for event in everything[after + 1 :]]
+    assert [(event["type"], event["sequence_number"]) for event in rest] == [
+        (event["type"], event["sequence_number"]) for event in everything[after + 1 :]
+    ]
 
 
 @given(chats)
@@ -104,16 +134,31 @@ def test_what_the_model_said_goes_back_as_messages(chat: list[Delta]) -> None:
 
 
 def test_a_conversation_with_tools_becomes_a_chat_with_tools() -> None:
-    items = read_input([
-        {"role": "user", "content": "Weather?"},
-        {"type": "reasoning", "id": "rs_1", "summary": [], "content": [{"type": "reasoning_text", "text": "Hm."}]},
-        {"type": "function_call", "id": "fc_1", "call_id": "call_1", "name": "weather", "arguments": "{}", "status": "completed"},
-        {"type": "function_call", "call_id": "call_2", "name": "time", "arguments": "{}"},
-        {"type": "function_call_output", "call_id": "call_1", "output": "rain"},
-        {"type": "function_call_output", "call_id": "call_2", "output": [{"type": "input_text", "text": "noon"}]},
-        {"role": "assistant", "content": [{"type": "output_text", "text": "Rain.", "annotations": [], "logprobs": []}]},
-    ])  # fmt: skip
-    calls = [{"id": f"call_{number}", "type": "function", "function": {"name": name, "arguments": "{}"}} for number, name in ((1, "weather"), (2, "time"))]
+    items = read_input(
+        [
+            {"role": "user", "content": "Weather?"},
+            {"type": "reasoning", "id": "rs_1", "summary": [], "content": [{"type": "reasoning_text", "text": "Hm."}]},
+            {
+                "type": "function_call",
+                "id": "fc_1",
+                "call_id": "call_1",
+                "name": "weather",
+                "arguments": "{}",
+                "status": "completed",
+            },
+            {"type": "function_call", "call_id": "call_2", "name": "time", "arguments": "{}"},
+            {"type": "function_call_output", "call_id": "call_1", "output": "rain"},
+            {"type": "function_call_output", "call_id": "call_2", "output": [{"type": "input_text", "text": "noon"}]},
+            {
+                "role": "assistant",
+                "content": [{"type": "output_text", "text": "Rain.", "annotations": [], "logprobs": []}],
+            },
+        ]
+    )
+    calls = [
+        {"id": f"call_{number}", "type": "function", "function": {"name": name, "arguments": "{}"}}
+        for number, name in ((1, "weather"), (2, "time"))
+    ]
     messages, begins = messages_of(items)
     assert messages == [
         {"role": "user", "content": "Weather?"},

@@ -16,10 +16,25 @@ from shared.process.errors import Invalid
 CHAT: list[Any] = [{"role": "user", "content": "x"}]
 # What a body must have, by its fields
 REQUIRED: dict[str, Any] = {
-    "messages": CHAT, "prompt": "x", "input": "x", "content": "x", "query": "x", "documents": ["x"], "texts": ["x"], "max_tokens": 5,
-    "input_prefix": "x", "input_suffix": "x", "input_file_id": "file-x", "endpoint": "/v1/completions", "completion_window": "24h", "model": "m",
-    "modules": [{"name": "a", "text": "b"}], "requests": [{"custom_id": "a", "params": {}}], "tokens": [1], "name": "n",
-}  # fmt: skip
+    "messages": CHAT,
+    "prompt": "x",
+    "input": "x",
+    "content": "x",
+    "query": "x",
+    "documents": ["x"],
+    "texts": ["x"],
+    "max_tokens": 5,
+    "input_prefix": "x",
+    "input_suffix": "x",
+    "input_file_id": "file-x",
+    "endpoint": "/v1/completions",
+    "completion_window": "24h",
+    "model": "m",
+    "modules": [{"name": "a", "text": "b"}],
+    "requests": [{"custom_id": "a", "params": {}}],
+    "tokens": [1],
+    "name": "n",
+}
 
 
 def body_of(kind: type[Body], **more: Any) -> dict[str, Any]:
@@ -47,9 +62,23 @@ CASES = [(kind, name) for kind in BODIES for name in sorted(getattr(kind, "integ
 
 def test_the_fields_that_take_integers_are_found() -> None:
     """If a new way of writing a type hides them, this test finds none."""
-    assert {"max_tokens", "top_k", "seed", "n", "logprobs", "stop_token_ids", "allowed_token_ids"} <= CompletionBody.integers.keys()
+    assert {
+        "max_tokens",
+        "top_k",
+        "seed",
+        "n",
+        "logprobs",
+        "stop_token_ids",
+        "allowed_token_ids",
+    } <= CompletionBody.integers.keys()
     assert not {"temperature", "top_p", "logit_bias", "deadline_s", "stream", "prompt"} & CompletionBody.integers.keys()
-    assert len(CASES) > 40 and {kind.__name__ for kind, _ in CASES} >= {"MessagesBody", "ResponseBody", "LlamaCompletionBody", "OllamaEmbedBody", "RerankBody"}
+    assert len(CASES) > 40 and {kind.__name__ for kind, _ in CASES} >= {
+        "MessagesBody",
+        "ResponseBody",
+        "LlamaCompletionBody",
+        "OllamaEmbedBody",
+        "RerankBody",
+    }
 
 
 @pytest.mark.parametrize(("kind", "name"), CASES, ids=[f"{kind.__name__}.{name}" for kind, name in CASES])
@@ -62,7 +91,9 @@ def test_a_whole_float_is_the_integer_and_no_other_float_is(kind: type[Body], na
             parse(kind, orjson.dumps(body_of(kind, **{name: wrong})))
         assert refused.value.param == name
         is_listed = get_origin(kind.model_fields[name].annotation) is Literal  # whose values the error names
-        assert wrong == number + 0.5 or is_listed or re.search("from -?[0-9]+ to [0-9]+$|of 64 bits$", str(refused.value))
+        assert (
+            wrong == number + 0.5 or is_listed or re.search("from -?[0-9]+ to [0-9]+$|of 64 bits$", str(refused.value))
+        )
 
 
 def test_an_integer_out_of_its_range_is_told_the_range() -> None:
@@ -78,7 +109,10 @@ def test_an_integer_out_of_its_range_is_told_the_range() -> None:
 
 
 def test_so_are_those_in_lists_and_those_that_stand_for_tokens() -> None:
-    body = parse(CompletionBody, b'{"prompt": [[1.0, 2], [3]], "stop_token_ids": [1.0, 2], "allowed_token_ids": [7e0], "logit_bias": {"3": 1}}')
+    body = parse(
+        CompletionBody,
+        b'{"prompt": [[1.0, 2], [3]], "stop_token_ids": [1.0, 2], "allowed_token_ids": [7e0], "logit_bias": {"3": 1}}',
+    )
     assert [each.tolist() for each in body.prompt if isinstance(each, np.ndarray)] == [[1, 2], [3]]
     params = body.params()
     assert (params.stop_token_ids, params.allowed_token_ids) == ((1, 2), (7,))

@@ -17,14 +17,22 @@ from shared.wire.messages import SequenceIntro, TokenEvent
 TOKENIZER: Tokenizer = load_tokenizer(DEMO_MODEL)
 
 
-@given(text=st.text("abc", max_size=40), cuts=st.lists(st.integers(0, 40), max_size=8), stops=st.lists(st.text("abc", min_size=1, max_size=5), max_size=3))
+@given(
+    text=st.text("abc", max_size=40),
+    cuts=st.lists(st.integers(0, 40), max_size=8),
+    stops=st.lists(st.text("abc", min_size=1, max_size=5), max_size=3),
+)
 def test_stop_strings_are_found_across_any_borders(text: str, cuts: list[int], stops: list[str]) -> None:
     borders = sorted({0, len(text), *(cut for cut in cuts if cut < len(text))})
     matcher, released, matched = StopMatcher(tuple(stops)), "", None
     for start, end in zip(borders, borders[1:], strict=False):
         part, matched = matcher.feed(text[start:end])
         released += part
-        assert not any(released.endswith(stop[:1]) and stop in text and text.startswith(released[:-1] + stop) for stop in stops if len(stop) == 1)
+        assert not any(
+            released.endswith(stop[:1]) and stop in text and text.startswith(released[:-1] + stop)
+            for stop in stops
+            if len(stop) == 1
+        )
         if matched:
             break
     if matched is None:
@@ -66,16 +74,37 @@ def test_single_tokens_of_a_sentencepiece_vocabulary_have_their_bytes() -> None:
     tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
     tokenizer.add_special_tokens(["<unk>"])
     table = TokenTable(tokenizer)
-    expected = [("<unk>", b"<unk>"), ("bytes:\\xf0", b"\xf0"), ("\n", b"\n"), (" the", b" the"), ("the", b"the"), ("<0xZZ>", b"<0xZZ>"), ("水", "水".encode())]
+    expected = [
+        ("<unk>", b"<unk>"),
+        ("bytes:\\xf0", b"\xf0"),
+        ("\n", b"\n"),
+        (" the", b" the"),
+        ("the", b"the"),
+        ("<0xZZ>", b"<0xZZ>"),
+        ("水", "水".encode()),
+    ]
     assert [table.describe(token_id) for token_id in range(7)] == expected
 
 
 def begin(params: SamplingParams, **intro: object) -> RequestState:
-    values: dict[str, object] = {"handle": 1, "request_id": "r", "gateway_id": "g", "eos_token_ids": (1,), "num_prompt_tokens": 3}
-    return RequestState.begin(SequenceIntro(params=params, prompt_tail=np.array([40], np.int32), **(values | intro)), TOKENIZER, Clock())  # type: ignore[arg-type]
+    values: dict[str, object] = {
+        "handle": 1,
+        "request_id": "r",
+        "gateway_id": "g",
+        "eos_token_ids": (1,),
+        "num_prompt_tokens": 3,
+    }
+    return RequestState.begin(
+        SequenceIntro(params=params, prompt_tail=np.array([40], np.int32), **(values | intro)),  # type: ignore[arg-type]
+        TOKENIZER,
+        Clock(),
+    )
 
 
-@given(st.lists(st.sampled_from(TOKENIZER.encode("a token stops here, or there. ñ🙂").ids), min_size=1, max_size=30), st.integers(0, 30))
+@given(
+    st.lists(st.sampled_from(TOKENIZER.encode("a token stops here, or there. ñ🙂").ids), min_size=1, max_size=30),
+    st.integers(0, 30),
+)
 def test_a_state_rebuilt_from_the_log_is_the_state_that_was_lost(ids: list[int], lost_after: int) -> None:
     params = SamplingParams(max_tokens=len(ids), stop=("stops h", "🙂🙂"), logprobs=0)
 
@@ -125,7 +154,9 @@ def test_offsets_count_bytes_that_became_no_character() -> None:
 
 
 def test_what_ends_an_answer_may_be_in_its_text() -> None:
-    """A stop string, across tokens; a stop token; an end token, whose text is special. Each has its logprob, and a state that is rebuilt says the same."""
+    """A stop string, across tokens; a stop token; an end token, whose text is special. Each has its
+    logprob, and a state that is rebuilt says the same.
+    """
     ids = TOKENIZER.encode("a token stops here").ids
     shown = SamplingParams(max_tokens=99, stop=("n st",), include_stop_str_in_output=True, logprobs=0)
     hidden = SamplingParams(max_tokens=99, stop=("n st",), logprobs=0)
@@ -144,11 +175,19 @@ def test_what_ends_an_answer_may_be_in_its_text() -> None:
         return "".join(event.text for event in made), [entry.is_end for event in made for entry in event.logprobs or ()]
 
     for rebuilt_after in (99, 1, 3):
-        assert text_of(shown, ids, rebuilt_after)[0] == "a token st" and text_of(hidden, ids, rebuilt_after)[0] == "a toke"
+        assert (
+            text_of(shown, ids, rebuilt_after)[0] == "a token st" and text_of(hidden, ids, rebuilt_after)[0] == "a toke"
+        )
     by_token = SamplingParams(max_tokens=99, stop_token_ids=(ids[1],), logprobs=0)
     assert text_of(by_token, ids) == (TOKENIZER.decode(ids[:1]), [False, True])
     with_it = SamplingParams(max_tokens=99, stop_token_ids=(ids[1],), logprobs=0, include_stop_str_in_output=True)
     assert text_of(with_it, ids) == (TOKENIZER.decode(ids[:2]), [False, False])
-    assert text_of(SamplingParams(max_tokens=99, logprobs=0, include_stop_str_in_output=True), [ids[0], 1])[0] == TOKENIZER.decode(ids[:1])
+    assert text_of(SamplingParams(max_tokens=99, logprobs=0, include_stop_str_in_output=True), [ids[0], 1])[
+        0
+    ] == TOKENIZER.decode(ids[:1])
     spelled = SamplingParams(max_tokens=99, logprobs=0, include_stop_str_in_output=True, skip_special_tokens=False)
-    assert text_of(spelled, [ids[0], 1])[0] == TOKENIZER.decode([ids[0], 1], skip_special_tokens=False) != TOKENIZER.decode(ids[:1])
+    assert (
+        text_of(spelled, [ids[0], 1])[0]
+        == TOKENIZER.decode([ids[0], 1], skip_special_tokens=False)
+        != TOKENIZER.decode(ids[:1])
+    )

@@ -1,4 +1,6 @@
-"""The scheduler by example: who begins, who gives way, what is computed once, and how far a sequence runs ahead of its decisions."""
+"""The scheduler by example: who begins, who gives way, what is computed once, and how far a
+sequence runs ahead of its decisions.
+"""
 
 from collections.abc import Collection
 
@@ -59,7 +61,9 @@ def test_a_long_prompt_does_not_stall_running_sequences() -> None:
 
 
 def test_a_target_for_the_time_between_tokens_sets_the_chunk() -> None:
-    """Steps of 1 ms and 0.1 ms a token: beside one running sequence, a target of 3 ms leaves 19 tokens for the prompt."""
+    """Steps of 1 ms and 0.1 ms a token: beside one running sequence, a target of 3 ms leaves 19
+    tokens for the prompt.
+    """
     scheduler = make_scheduler(num_blocks=400, max_batched_tokens=512, target_itl_s=0.003)
     for number in range(64):
         scheduler.step_cost.observe(1 + number, 5 * (number % 7), 0.001 + 0.0001 * (1 + number))
@@ -109,7 +113,11 @@ def test_the_urgent_begin_first_but_nobody_starves() -> None:
 def test_the_last_in_rank_gives_way() -> None:
     scheduler = make_scheduler("paged", num_blocks=8, max_num_seqs=3, max_batched_tokens=64)
     for handle, priority in enumerate((0, 1, 0)):
-        scheduler.add(make_sequence(handle, list(range(handle * 100, handle * 100 + 7)), 12, arrived_at=float(handle), priority=priority))
+        scheduler.add(
+            make_sequence(
+                handle, list(range(handle * 100, handle * 100 + 7)), 12, arrived_at=float(handle), priority=priority
+            )
+        )
     while not scheduler.num_preemptions:
         one_step(scheduler)
     assert [sequence.handle for sequence in scheduler.waiting] == [1]
@@ -252,7 +260,9 @@ def test_who_runs_apart_has_every_other_step() -> None:
     policy = StepPolicy(apart=frozenset([1, 3]))
     assert [handles_of(one_step(scheduler, policy)) for _ in range(4)] == [[1, 3], [0, 2], [1, 3], [0, 2]]
     policy = StepPolicy(apart=frozenset([9]))
-    assert [handles_of(one_step(scheduler, policy)) for _ in range(2)] == [[0, 1, 2, 3]] * 2, "a turn that nobody takes is everybody's"
+    assert [handles_of(one_step(scheduler, policy)) for _ in range(2)] == [[0, 1, 2, 3]] * 2, (
+        "a turn that nobody takes is everybody's"
+    )
     assert handles_of(one_step(scheduler)) == [0, 1, 2, 3]
 
 
@@ -299,7 +309,9 @@ def test_who_runs_apart_preempts_nobody() -> None:
 
 
 def test_what_was_foreseen_in_a_cached_block_is_not_written_there() -> None:
-    """A sequence gives way, and begins again on blocks that another has left, and that hold what it foresees; but decided is something else."""
+    """A sequence gives way, and begins again on blocks that another has left, and that hold what it
+    foresees; but decided is something else.
+    """
     scheduler = make_scheduler("paged", run_ahead=3, num_blocks=8)
     first, second = (make_sequence(handle, list(range(8)), 20, arrived_at=float(handle)) for handle in range(2))
     scheduler.add(first)
@@ -342,7 +354,11 @@ def test_what_is_cached_of_a_prompt_s_segments_is_passed_over_wherever_it_stands
 
     def ask(handle: int, modules: list[int]) -> tuple[int, int]:
         """The steps until its first token, and the tokens that they computed."""
-        segments = (Segment(16, 0), *(Segment(32, 100 * each, (0,)) for each in modules), Segment(3, 900, tuple(range(len(modules) + 1))))
+        segments = (
+            Segment(16, 0),
+            *(Segment(32, 100 * each, (0,)) for each in modules),
+            Segment(3, 900, tuple(range(len(modules) + 1))),
+        )
         layout = Layout(segments, 16)
         slots = layout.pad([*range(16), *(100 * each + at for each in modules for at in range(32)), 7, 8, 9])
         scheduler.add(sequence := make_sequence(handle, slots, 1, layout=layout))
@@ -358,7 +374,9 @@ def test_what_is_cached_of_a_prompt_s_segments_is_passed_over_wherever_it_stands
 
 
 def test_blocks_that_others_hold_behind_a_gap_are_no_room() -> None:
-    """Two compute one prompt at once: the cache has the first block of one, and the others of the other. Without the first, nobody shares the others."""
+    """Two compute one prompt at once: the cache has the first block of one, and the others of the
+    other. Without the first, nobody shares the others.
+    """
     blocks = BlockManager(12, 16)
     layout = Layout((Segment(64, 0), Segment(3, 900, (0,))), 16)
     slots = layout.pad(list(range(67)))
@@ -378,13 +396,18 @@ def test_blocks_that_others_hold_behind_a_gap_are_no_room() -> None:
 def test_nobody_gives_a_place_to_one_that_would_not_fit(strategy: str) -> None:
     """Every place is taken, and an urgent sequence needs more memory than the one that would give way has."""
     scheduler = make_scheduler(strategy, num_blocks=12, max_num_seqs=2, max_batched_tokens=64)
-    long, short = make_sequence(1, list(range(24)), 4, priority=5), make_sequence(2, list(range(100, 108)), 4, priority=5, arrived_at=1.0)
+    long, short = (
+        make_sequence(1, list(range(24)), 4, priority=5),
+        make_sequence(2, list(range(100, 108)), 4, priority=5, arrived_at=1.0),
+    )
     scheduler.add(long)
     scheduler.add(short)
     one_step(scheduler)
     scheduler.add(urgent := make_sequence(3, list(range(200, 228)), 4, priority=-50, arrived_at=2.0))
     one_step(scheduler)
-    assert [*scheduler.running] == [1, 2] and scheduler.num_preemptions == 0, "with the place of the second it would lack blocks of the first"
+    assert [*scheduler.running] == [1, 2] and scheduler.num_preemptions == 0, (
+        "with the place of the second it would lack blocks of the first"
+    )
     scheduler.finish(long)
     one_step(scheduler)
     assert urgent.handle in scheduler.running

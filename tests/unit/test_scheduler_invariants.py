@@ -1,7 +1,10 @@
-"""The scheduler and the block manager under random arrivals, lengths, cancels, forks and decisions, for all strategies: the invariants hold after every step.
+"""The scheduler and the block manager under random arrivals, lengths, cancels, forks and decisions,
+for all strategies: the invariants hold after every step.
 
-Decisions are taken within the step, or come later: then sequences run ahead of them, and what was foreseen may come otherwise. A model of the
-cache's content runs along: what is written where. So a block that is shared, evicted or copied wrongly is seen as a wrong token.
+Decisions are taken within the step, or come later: then sequences run ahead of them, and what was
+foreseen may come otherwise. A model of the
+cache's content runs along: what is written where. So a block that is shared, evicted or copied
+wrongly is seen as a wrong token.
 """
 
 import hashlib
@@ -29,7 +32,8 @@ from shared.model.segments import HOLE, Layout, PlainLayout, Segment
 from tests.examples import examples
 from tests.unit.sequences import BLOCK_SIZE, MAX_SEQS, MAX_TOKENS, counted, make_scheduler, make_sequence
 
-# What becomes of a foreseen token: it is decided; another is; it is, and ends the sequence; it is, and does not end it; the sequence ends without it.
+# What becomes of a foreseen token: it is decided; another is; it is, and ends the sequence; it is,
+# and does not end it; the sequence ends without it.
 OUTCOMES = ("as foreseen", "otherwise", "the end", "not the end", "lost")
 
 
@@ -85,7 +89,12 @@ class SchedulerMachine(RuleBasedStateMachine):
     ) -> None:
         self.blocks = WatchedBlocks(num_blocks, prefix_caching=prefix_caching)
         self.scheduler = make_scheduler(
-            strategy, blocks=self.blocks, kind=WatchedScheduler, target_itl_s=target_itl_s, run_ahead=run_ahead or 0, max_num_seqs=num_places
+            strategy,
+            blocks=self.blocks,
+            kind=WatchedScheduler,
+            target_itl_s=target_itl_s,
+            run_ahead=run_ahead or 0,
+            max_num_seqs=num_places,
         )
         self.blocks.fresh = [] if has_tier else None
         self.policy = StepPolicy(awaits_restoring=has_tier)
@@ -99,17 +108,39 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.content: dict[int, tuple[Any, ...]] = {}  # by slot: the token whose KV is there, and all before it
 
     @rule(
-        start=st.sampled_from([0, 0, 0, 50, 90]), length=st.sampled_from([5, 10]) | st.integers(1, 60), output=st.integers(1, 36),
-        share=st.sampled_from([1.0, 0.5, 0.1]), priority=st.integers(-1, 1), salt=st.sampled_from(["", "", "s"]), has_own_voice=st.booleans(),
-        prompt_logprobs=st.sampled_from([None, None, 0]), tenant_id=st.sampled_from(["", "a", "b"]),
-    )  # fmt: skip
+        start=st.sampled_from([0, 0, 0, 50, 90]),
+        length=st.sampled_from([5, 10]) | st.integers(1, 60),
+        output=st.integers(1, 36),
+        share=st.sampled_from([1.0, 0.5, 0.1]),
+        priority=st.integers(-1, 1),
+        salt=st.sampled_from(["", "", "s"]),
+        has_own_voice=st.booleans(),
+        prompt_logprobs=st.sampled_from([None, None, 0]),
+        tenant_id=st.sampled_from(["", "a", "b"]),
+    )
     def arrive(
-        self, start: int, length: int, output: int, share: float, priority: int, salt: str, has_own_voice: bool, prompt_logprobs: int | None, tenant_id: str
+        self,
+        start: int,
+        length: int,
+        output: int,
+        share: float,
+        priority: int,
+        salt: str,
+        has_own_voice: bool,
+        prompt_logprobs: int | None,
+        tenant_id: str,
     ) -> None:
         """Prompts are runs of the natural numbers from one of three starts: many have prefixes in common."""
         voice = len(self.sequences) if has_own_voice else 0
         self.add(
-            list(range(start, start + length)), output, share, voice, priority=priority, cache_salt=salt, prompt_logprobs=prompt_logprobs, tenant_id=tenant_id
+            list(range(start, start + length)),
+            output,
+            share,
+            voice,
+            priority=priority,
+            cache_salt=salt,
+            prompt_logprobs=prompt_logprobs,
+            tenant_id=tenant_id,
         )
 
     @rule(lengths=st.lists(st.integers(1, 60), min_size=2, max_size=MAX_SEQS), length=st.integers(20, 60))
@@ -128,13 +159,26 @@ class SchedulerMachine(RuleBasedStateMachine):
         earlier = self.sequences[which % len(self.sequences)]
         prompt = earlier.tokens.ids[: earlier.tokens.num_prompt]
         if self.blocks.num_blocks_for(len(prompt) + output) <= self.blocks.num_blocks:
-            self.add(prompt, output, 1.0, self.voices[earlier.handle], cache_salt=earlier.request.cache_salt, layout=earlier.request.layout)
+            self.add(
+                prompt,
+                output,
+                1.0,
+                self.voices[earlier.handle],
+                cache_salt=earlier.request.cache_salt,
+                layout=earlier.request.layout,
+            )
 
     @rule(
-        length=st.integers(1, 40), output=st.integers(1, 20), n=st.integers(2, 4), share=st.floats(0.1, 1.0), has_own_voice=st.booleans(),
+        length=st.integers(1, 40),
+        output=st.integers(1, 20),
+        n=st.integers(2, 4),
+        share=st.floats(0.1, 1.0),
+        has_own_voice=st.booleans(),
         wanted=st.lists(st.sampled_from([None, 0]), min_size=4, max_size=4),
-    )  # fmt: skip
-    def arrive_in_a_group(self, length: int, output: int, n: int, share: float, has_own_voice: bool, wanted: list[int | None]) -> None:
+    )
+    def arrive_in_a_group(
+        self, length: int, output: int, n: int, share: float, has_own_voice: bool, wanted: list[int | None]
+    ) -> None:
         """Members that were claimed with a token in their logs ask for no logprobs of the prompt any more."""
         for prompt_logprobs in wanted[:n]:
             voice = len(self.sequences) if has_own_voice else 0
@@ -142,12 +186,34 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.add(list(range(length)), output, share, voice, group_id=group_id, prompt_logprobs=prompt_logprobs)
 
     @rule(
-        trunk=st.integers(1, 14), modules=st.lists(st.integers(0, 2), min_size=1, max_size=3), rest=st.integers(1, 10), output=st.integers(1, 12),
-        shift=st.sampled_from([0, 7]), is_nested=st.booleans(), salt=st.sampled_from(["", "s"]), group=st.booleans(),
-    )  # fmt: skip
-    def arrive_in_segments(self, trunk: int, modules: list[int], rest: int, output: int, shift: int, is_nested: bool, salt: str, group: bool) -> None:
-        """Modules with places of their own, in any order, which see the trunk, and perhaps the modules before. One may be there twice."""
-        texts = [list(range(trunk)), *[list(range(200 + 100 * each, 200 + 100 * each + (5, 13, 16)[each])) for each in modules], list(range(rest))]
+        trunk=st.integers(1, 14),
+        modules=st.lists(st.integers(0, 2), min_size=1, max_size=3),
+        rest=st.integers(1, 10),
+        output=st.integers(1, 12),
+        shift=st.sampled_from([0, 7]),
+        is_nested=st.booleans(),
+        salt=st.sampled_from(["", "s"]),
+        group=st.booleans(),
+    )
+    def arrive_in_segments(
+        self,
+        trunk: int,
+        modules: list[int],
+        rest: int,
+        output: int,
+        shift: int,
+        is_nested: bool,
+        salt: str,
+        group: bool,
+    ) -> None:
+        """Modules with places of their own, in any order, which see the trunk, and perhaps the
+        modules before. One may be there twice.
+        """
+        texts = [
+            list(range(trunk)),
+            *[list(range(200 + 100 * each, 200 + 100 * each + (5, 13, 16)[each])) for each in modules],
+            list(range(rest)),
+        ]
         places = [0, *[trunk + 20 * each + shift for each in modules], trunk + 100]
         segments = tuple(
             Segment(len(text), place, tuple(range(number)) if is_nested or number == len(texts) - 1 else (0,)[:number])
@@ -198,7 +264,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         while not (is_restored := self.restore()):
             if self.rng.random() < 0.5:
                 break  # the step goes on without it
-        batch = run_step(self.scheduler, self.execute, is_over=self.is_over, policy=self.policy) if self.is_inline else self.scheduler.schedule(self.policy)
+        batch = (
+            run_step(self.scheduler, self.execute, is_over=self.is_over, policy=self.policy)
+            if self.is_inline
+            else self.scheduler.schedule(self.policy)
+        )
         if batch is None:
             assert not is_restored or self.undecided() or not self.scheduler.num_unfinished
             return False
@@ -293,25 +363,44 @@ class SchedulerMachine(RuleBasedStateMachine):
             else:
                 segment = sequence.request.layout.segments[sequence.request.layout.at(slots[-1])]
                 start = sequence.request.layout.starts[sequence.request.layout.at(slots[-1])]
-                assert row.num_computed_tokens + row.position_shift == segment.position + slots[row.num_computed_tokens] - start
-                seen = [at for block, length in enumerate(row.block_lens) for at in range(block * BLOCK_SIZE, block * BLOCK_SIZE + length)]
-                assert [at for at in seen if at < len(slots)] == [at for at, slot in enumerate(slots) if sequence.tokens.ids[slot] != HOLE]
+                assert (
+                    row.num_computed_tokens + row.position_shift
+                    == segment.position + slots[row.num_computed_tokens] - start
+                )
+                seen = [
+                    at
+                    for block, length in enumerate(row.block_lens)
+                    for at in range(block * BLOCK_SIZE, block * BLOCK_SIZE + length)
+                ]
+                assert [at for at in seen if at < len(slots)] == [
+                    at for at, slot in enumerate(slots) if sequence.tokens.ids[slot] != HOLE
+                ]
 
     def compute(self, batch: ScheduledBatch) -> None:
-        """The model's work on the cache: copies, then writes. A token's KV depends on all tokens before it, and on the salt."""
-        read = [[self.content.get(source * BLOCK_SIZE + at) for at in range(BLOCK_SIZE)] for source, _ in batch.block_copies]
+        """The model's work on the cache: copies, then writes. A token's KV depends on all tokens
+        before it, and on the salt.
+        """
+        read = [
+            [self.content.get(source * BLOCK_SIZE + at) for at in range(BLOCK_SIZE)] for source, _ in batch.block_copies
+        ]
         targets = [target for _, target in batch.block_copies]
         assert len(set(targets)) == len(targets)
-        assert all(source not in targets[:number] for number, (source, _) in enumerate(batch.block_copies)), "reads what a copy before it has written"
+        assert all(source not in targets[:number] for number, (source, _) in enumerate(batch.block_copies)), (
+            "reads what a copy before it has written"
+        )
         for (_, target), values in zip(batch.block_copies, read, strict=True):
-            self.content.update({target * BLOCK_SIZE + at: value for at, value in enumerate(values) if value is not None})
+            self.content.update(
+                {target * BLOCK_SIZE + at: value for at, value in enumerate(values) if value is not None}
+            )
         written = set()
         for row in batch.rows:
             for at, token_id in enumerate(row.token_ids):
                 position = row.num_computed_tokens + at
                 block_id = row.block_table[position // BLOCK_SIZE]
                 assert self.blocks.ref_counts[block_id] == 1, "writes into a block that another holds"
-                assert block_id in self.blocks.taken or self.cached_before[block_id] is None, "writes into a cached block"
+                assert block_id in self.blocks.taken or self.cached_before[block_id] is None, (
+                    "writes into a cached block"
+                )
                 slot = block_id * BLOCK_SIZE + position % BLOCK_SIZE
                 assert slot not in written
                 written.add(slot)
@@ -330,17 +419,28 @@ class SchedulerMachine(RuleBasedStateMachine):
         if not layout.segments:
             return list(range(row.num_context_tokens))
         number = layout.at(sequence.kv.num_computed - 1)
-        seen = [slot for each in layout.segments[number].sees for slot in range(layout.starts[each], layout.starts[each + 1])]
+        seen = [
+            slot
+            for each in layout.segments[number].sees
+            for slot in range(layout.starts[each], layout.starts[each + 1])
+        ]
         slots = [*seen, *range(layout.starts[number], len(sequence.tokens))]
         return slots[: row.num_context_tokens]
 
     def score(self, batch: ScheduledBatch) -> None:
-        """Each token of a prompt that asks for its logprobs is scored once, from the row before it; who gets its first token has them all."""
+        """Each token of a prompt that asks for its logprobs is scored once, from the row before it;
+        who gets its first token has them all.
+        """
         for row in batch.rows:
             sequence, none = self.scheduler.running[row.handle], np.zeros((0, 0))
             if row.target_ids:
                 last = row.first_target + len(row.target_ids) - 1
-                assert row.num_computed_tokens < row.first_target <= last <= min(row.num_context_tokens, sequence.tokens.num_prompt - 1)
+                assert (
+                    row.num_computed_tokens
+                    < row.first_target
+                    <= last
+                    <= min(row.num_context_tokens, sequence.tokens.num_prompt - 1)
+                )
                 sequence.scored.append(ScoredTokens(np.array(row.target_ids), none, none, none))
             if row.sampled and sequence.request.params.prompt_logprobs is not None:
                 scored = [token_id for each in sequence.scored for token_id in each.logprobs.tolist()]
@@ -354,7 +454,11 @@ class SchedulerMachine(RuleBasedStateMachine):
             return (sequence.request.cache_salt, *islice(sequence.tokens.ids, num_tokens))
         number = layout.at(num_tokens - 1)
         seen = tuple(self.prefix(handle, layout.end(each)) for each in layout.segments[number].sees)
-        return (sequence.request.cache_salt, Seen(seen, layout.segments[number].position), *sequence.tokens.ids[layout.starts[number] : num_tokens])
+        return (
+            sequence.request.cache_salt,
+            Seen(seen, layout.segments[number].position),
+            *sequence.tokens.ids[layout.starts[number] : num_tokens],
+        )
 
     @invariant()
     def every_block_is_counted_once_for_each_holder(self) -> None:
@@ -366,19 +470,30 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @invariant()
     def the_prefix_cache_names_what_is_there(self) -> None:
-        cached = {block_id: block_hash for block_id, block_hash in enumerate(self.blocks.block_hashes) if block_hash is not None}
+        cached = {
+            block_id: block_hash
+            for block_id, block_hash in enumerate(self.blocks.block_hashes)
+            if block_hash is not None
+        }
         assert {block_hash: block_id for block_id, block_hash in cached.items()} == self.blocks.cached_blocks
         assert set(self.blocks.evictable) == {block_id for block_id in cached if self.blocks.ref_counts[block_id] == 0}
 
     @invariant()
     def what_follows_a_block_is_known(self) -> None:
-        assert {each for children in self.blocks.children.values() for each in children} == set(self.blocks.cached_blocks.values()) == set(self.blocks.origins)
+        assert (
+            {each for children in self.blocks.children.values() for each in children}
+            == set(self.blocks.cached_blocks.values())
+            == set(self.blocks.origins)
+        )
         for parent, children in self.blocks.children.items():
             assert children and all(self.blocks.origins[each][0] == parent for each in children)
             for each in children:
                 tokens = self.blocks.origins[each][1]
                 there = [token_id for token_id in tokens if token_id != HOLE]
-                assert there == [self.content[each * BLOCK_SIZE + at][-1] for at in range(len(there))] and 0 < len(tokens) <= BLOCK_SIZE
+                assert (
+                    there == [self.content[each * BLOCK_SIZE + at][-1] for at in range(len(there))]
+                    and 0 < len(tokens) <= BLOCK_SIZE
+                )
 
     @invariant()
     def only_decided_tokens_are_in_the_prefix_cache(self) -> None:
@@ -396,7 +511,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         """All that the last decided token of each of its segments depends on."""
         layout = sequence.request.layout
         ends = [layout.end(number) for number in range(len(layout.segments) - 1)] if isinstance(layout, Layout) else []
-        return [*(self.prefix(sequence.handle, end) for end in ends), (*self.prefix(sequence.handle, sequence.tokens.num_prompt), *self.log[sequence.handle])]
+        return [
+            *(self.prefix(sequence.handle, end) for end in ends),
+            (*self.prefix(sequence.handle, sequence.tokens.num_prompt), *self.log[sequence.handle]),
+        ]
 
     @invariant()
     def only_running_sequences_hold_blocks(self) -> None:
@@ -404,7 +522,10 @@ class SchedulerMachine(RuleBasedStateMachine):
             is_running, is_waiting = sequence.handle in self.scheduler.running, sequence in self.scheduler.waiting
             assert is_running or not sequence.kv.block_table
             assert is_running + is_waiting + sequence.is_finished == 1
-            assert sequence.request.layout.segments or len(sequence.kv.block_table) * BLOCK_SIZE >= sequence.kv.num_computed
+            assert (
+                sequence.request.layout.segments
+                or len(sequence.kv.block_table) * BLOCK_SIZE >= sequence.kv.num_computed
+            )
 
     @invariant()
     def nobody_is_further_ahead_of_the_log_than_it_may_be(self) -> None:
@@ -412,15 +533,22 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert 0 <= sequence.tokens.num_undecided <= (0 if self.is_inline else self.scheduler.run_ahead + 1)
             assert sequence.tokens.num_output <= (sequence.request.params.max_tokens or 0)
             if not sequence.is_finished:
-                assert sequence.tokens.ids[sequence.tokens.num_prompt : sequence.tokens.num_decided] == self.log[sequence.handle]
+                assert (
+                    sequence.tokens.ids[sequence.tokens.num_prompt : sequence.tokens.num_decided]
+                    == self.log[sequence.handle]
+                )
 
     @invariant()
     def the_places_of_each_tenant_are_counted(self) -> None:
-        assert dict(self.scheduler._num_running) == dict(Counter(each.request.tenant_id for each in self.scheduler.running.values()))
+        assert dict(self.scheduler._num_running) == dict(
+            Counter(each.request.tenant_id for each in self.scheduler.running.values())
+        )
 
     def check_counts(self, sequence: Sequence) -> None:
         for num_tokens in (sequence.tokens.num_decided, len(sequence.tokens)):  # what is foreseen may be left out
-            assert counted(sequence.tokens.output_counts(num_tokens)) == Counter(sequence.tokens.ids[sequence.tokens.num_prompt : num_tokens])
+            assert counted(sequence.tokens.output_counts(num_tokens)) == Counter(
+                sequence.tokens.ids[sequence.tokens.num_prompt : num_tokens]
+            )
             there = [token_id for token_id in sequence.tokens.ids[:num_tokens] if token_id != HOLE]
             assert counted(sequence.tokens.seen_counts(num_tokens)) == Counter(there)
             assert sequence.history(num_tokens).tolist() == there
@@ -461,7 +589,9 @@ def padded_hash(content: tuple[Any, ...]) -> bytes:
 
 
 def chained_hash(content: tuple[Any, ...]) -> bytes:
-    """The hash under which the block with this last token is to be cached: its tokens, all before them, and the salt."""
+    """The hash under which the block with this last token is to be cached: its tokens, all before
+    them, and the salt.
+    """
     salt, *tokens = content
     found = prefix_root("", salt=salt)
     if tokens and isinstance(tokens[0], Seen):
@@ -469,7 +599,9 @@ def chained_hash(content: tuple[Any, ...]) -> bytes:
         found = hashlib.blake2b(seen, digest_size=16, person=b"segment").digest()
         del tokens[0]
     for start in range(0, len(tokens), BLOCK_SIZE):
-        found = hashlib.blake2b(found + array("q", tokens[start : start + BLOCK_SIZE]).tobytes(), digest_size=16).digest()
+        found = hashlib.blake2b(
+            found + array("q", tokens[start : start + BLOCK_SIZE]).tobytes(), digest_size=16
+        ).digest()
     return found
 
 

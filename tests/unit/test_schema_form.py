@@ -21,7 +21,10 @@ WRONG: list[tuple[Any, str]] = [
     ({"properties": 5}, "properties: expected an object, got an integer"),
     ({"required": "a"}, 'required: expected a list of names of properties, got the text "a"'),
     ({"items": "x"}, 'items: a JSON schema is an object, true or false, got the text "x"'),
-    ({"properties": {"a": {"properties": {"foo": "bar"}}}}, "properties.a.properties.foo: a JSON schema is an object, true or false"),
+    (
+        {"properties": {"a": {"properties": {"foo": "bar"}}}},
+        "properties.a.properties.foo: a JSON schema is an object, true or false",
+    ),
     ({"properties": {"a": None}}, "properties.a: a JSON schema is an object, true or false, got null"),
     ({"anyOf": [{}, {"minLength": -1}]}, "anyOf[1].minLength: expected an integer that is not negative"),
     ({"type": "strin"}, 'type: there is no type "strin"'),
@@ -48,24 +51,87 @@ def test_what_is_no_schema_is_refused_by_its_place(schema: Any, message: str, is
     assert (refused.value.param, refused.value.code, refused.value.status) == (PARAM, "invalid_json_schema", 400)
 
 
-VALUES: list[Any] = [True, 0, -1, 1, 2.5, 3.0, "a", "string", [], [1], ["a"], [{}], {}, {"a": 1}, {"a": {}}, {"a": ["b"]}]
+VALUES: list[Any] = [
+    True,
+    0,
+    -1,
+    1,
+    2.5,
+    3.0,
+    "a",
+    "string",
+    [],
+    [1],
+    ["a"],
+    [{}],
+    {},
+    {"a": 1},
+    {"a": {}},
+    {"a": ["b"]},
+]
 OF_OLDER_DRAFTS: list[tuple[str, Any]] = [
-    ("type", "any"), ("required", True), ("exclusiveMinimum", True), ("exclusiveMaximum", True), ("items", []), ("items", [{}]), ("allOf", []),
+    ("type", "any"),
+    ("required", True),
+    ("exclusiveMinimum", True),
+    ("exclusiveMaximum", True),
+    ("items", []),
+    ("items", [{}]),
+    ("allOf", []),
     ("prefixItems", []),
-]  # fmt: skip
+]
 KEYWORDS = [
-    "additionalItems", "additionalProperties", "allOf", "anyOf", "const", "contains", "definitions", "dependencies", "dependentRequired",
-    "dependentSchemas", "else", "enum", "exclusiveMaximum", "exclusiveMinimum", "format", "if", "items", "maxItems", "maxLength", "maxProperties",
-    "maximum", "minItems", "minLength", "minProperties", "minimum", "multipleOf", "not", "oneOf", "pattern", "patternProperties", "prefixItems",
-    "properties", "propertyNames", "required", "then", "type", "unevaluatedItems", "unevaluatedProperties", "uniqueItems", "x-own", "$defs", "$ref",
-]  # fmt: skip
+    "additionalItems",
+    "additionalProperties",
+    "allOf",
+    "anyOf",
+    "const",
+    "contains",
+    "definitions",
+    "dependencies",
+    "dependentRequired",
+    "dependentSchemas",
+    "else",
+    "enum",
+    "exclusiveMaximum",
+    "exclusiveMinimum",
+    "format",
+    "if",
+    "items",
+    "maxItems",
+    "maxLength",
+    "maxProperties",
+    "maximum",
+    "minItems",
+    "minLength",
+    "minProperties",
+    "minimum",
+    "multipleOf",
+    "not",
+    "oneOf",
+    "pattern",
+    "patternProperties",
+    "prefixItems",
+    "properties",
+    "propertyNames",
+    "required",
+    "then",
+    "type",
+    "unevaluatedItems",
+    "unevaluatedProperties",
+    "uniqueItems",
+    "x-own",
+    "$defs",
+    "$ref",
+]
 
 
 @pytest.mark.parametrize("keyword", KEYWORDS)
 def test_each_keyword_takes_what_the_metaschema_takes(keyword: str) -> None:
     metaschema = jsonschema.Draft202012Validator(jsonschema.Draft202012Validator.META_SCHEMA)
     for value in VALUES:
-        is_valid = metaschema.is_valid({keyword: value}) and not (keyword == "enum" and value == [])  # nothing matches it
+        is_valid = metaschema.is_valid({keyword: value}) and not (
+            keyword == "enum" and value == []
+        )  # nothing matches it
         if keyword == "additionalItems":  # of the drafts before
             is_valid = isinstance(value, bool) or metaschema.is_valid(value)
         if keyword == "dependencies":  # of draft 3, too: a text
@@ -80,7 +146,10 @@ def test_each_keyword_takes_what_the_metaschema_takes(keyword: str) -> None:
 
 
 def test_a_draft_3_s_required_property_is_required() -> None:
-    schema = {"type": "object", "properties": {"a": {"type": "integer", "required": True}, "b": {"type": "integer", "required": False}}}
+    schema = {
+        "type": "object",
+        "properties": {"a": {"type": "integer", "required": True}, "b": {"type": "integer", "required": False}},
+    }
     for is_lenient in (False, True):
         found = prepared(schema, is_lenient=is_lenient)
         assert found.ignored == () and allows(found, '{"a": 1}') and not allows(found, '{"b": 1}')
@@ -98,11 +167,19 @@ def test_null_is_no_keyword_without_strict() -> None:
 @pytest.mark.parametrize(
     "schema",
     [
-        {"type": "object", "required": ["a"], "additionalProperties": False}, {"allOf": [{"type": "string"}, {"type": "integer"}]},
-        {"type": "array", "items": False, "minItems": 1}, {"type": "string", "pattern": "^a$", "minLength": 5}, {"allOf": [{"const": 1}, {"const": 2}]},
-        {"type": "array", "items": {"type": "integer", "exclusiveMinimum": 1, "exclusiveMaximum": 2}, "minItems": 1, "uniqueItems": True},
+        {"type": "object", "required": ["a"], "additionalProperties": False},
+        {"allOf": [{"type": "string"}, {"type": "integer"}]},
+        {"type": "array", "items": False, "minItems": 1},
+        {"type": "string", "pattern": "^a$", "minLength": 5},
+        {"allOf": [{"const": 1}, {"const": 2}]},
+        {
+            "type": "array",
+            "items": {"type": "integer", "exclusiveMinimum": 1, "exclusiveMaximum": 2},
+            "minItems": 1,
+            "uniqueItems": True,
+        },
     ],
-)  # fmt: skip
+)
 @pytest.mark.parametrize("is_lenient", [False, True])
 def test_what_nothing_satisfies_is_refused_also_where_only_the_engine_sees_it(schema: Any, is_lenient: bool) -> None:
     with pytest.raises(Invalid, match="no answer can match it|uniqueItems can't be enforced") as refused:
@@ -140,14 +217,20 @@ def test_a_schema_whose_answers_never_end_is_refused(schema: Any, ends: bool, is
     try:
         found = prepared(schema, is_lenient=is_lenient)
     except Invalid as error:
-        assert not ends and str(error).endswith("no answer can match it: by a $ref, each would hold another one, without an end")
+        assert not ends and str(error).endswith(
+            "no answer can match it: by a $ref, each would hold another one, without an end"
+        )
     else:
         assert ends and "$ref" in found.constraint.text
 
 
 def many(count: int, **more: Any) -> Any:
     kinds = ({"type": "string"}, {"type": "integer"})
-    return {"type": "object", "properties": {f"p{number}": {**kinds[number % 2], **more} for number in range(count)}, "required": ["p1", "p7"]}
+    return {
+        "type": "object",
+        "properties": {f"p{number}": {**kinds[number % 2], **more} for number in range(count)},
+        "required": ["p1", "p7"],
+    }
 
 
 def test_an_object_of_thousands_of_properties_is_held_to_its_type() -> None:
@@ -158,7 +241,11 @@ def test_an_object_of_thousands_of_properties_is_held_to_its_type() -> None:
     assert allows(found, '{"p1": "x"}') and not allows(found, "[]")
     found = prepared(many(902), is_lenient=False)
     assert found.ignored == () and found.checks == ()
-    assert allows(found, '{"p1": 5, "p7": 5, "p900": "x"}') and not allows(found, '{"p1": 5, "p7": 5, "p900": 1}') and not allows(found, '{"p1": 5}')
+    assert (
+        allows(found, '{"p1": 5, "p7": 5, "p900": "x"}')
+        and not allows(found, '{"p1": 5, "p7": 5, "p900": 1}')
+        and not allows(found, '{"p1": 5}')
+    )
 
 
 def test_a_schema_that_is_too_large_is_held_to_its_first_level_however_fast_the_machine_is() -> None:
@@ -167,7 +254,11 @@ def test_a_schema_that_is_too_large_is_held_to_its_first_level_however_fast_the_
     found = prepared(schema)
     assert time.process_time() - began < 4.0
     assert found.ignored == (f"{PARAM}: all below the first level",) and [name for name, _ in found.checks] == [""]
-    assert allows(found, '{"p1": 5, "p7": 5, "p798": "x"}') and not allows(found, '{"p1": 5, "p7": 5, "p798": 1}') and not allows(found, "{}")
+    assert (
+        allows(found, '{"p1": 5, "p7": 5, "p798": "x"}')
+        and not allows(found, '{"p1": 5, "p7": 5, "p798": 1}')
+        and not allows(found, "{}")
+    )
     with pytest.raises(Invalid, match="it is too large"):
         prepared(schema, is_lenient=False)
 
@@ -183,7 +274,12 @@ def test_no_schema_takes_long() -> None:
     for schema in (
         {"type": "object", "patternProperties": {f"^p{number}$": {"type": "string"} for number in range(1500)}},
         {"oneOf": [{"const": f"v{number}"} for number in range(4000)]},
-        {"oneOf": [{"type": "object", "required": [f"a{number}"], "properties": {f"a{number}": {}}} for number in range(1500)]},
+        {
+            "oneOf": [
+                {"type": "object", "required": [f"a{number}"], "properties": {f"a{number}": {}}}
+                for number in range(1500)
+            ]
+        },
     ):
         began = time.process_time()
         prepared(schema)

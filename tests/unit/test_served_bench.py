@@ -26,8 +26,12 @@ def stream_of(data: bytes, cuts: list[int]) -> Stream:
 
 
 def response(*, is_chunked: bool, end: bool = True) -> bytes:
-    events = [{"choices": [{"text": text}]} for text in PIECES] + [{"choices": [], "usage": {"prompt_tokens": 7, "completion_tokens": 5}}]
-    lines = [f"id: {number}\ndata: {json.dumps(event)}\n\n".encode() for number, event in enumerate(events)] + [b"data: [DONE]\n\n"] * end
+    events = [{"choices": [{"text": text}]} for text in PIECES] + [
+        {"choices": [], "usage": {"prompt_tokens": 7, "completion_tokens": 5}}
+    ]
+    lines = [f"id: {number}\ndata: {json.dumps(event)}\n\n".encode() for number, event in enumerate(events)] + [
+        b"data: [DONE]\n\n"
+    ] * end
     if is_chunked:
         body = b"".join(b"%x\r\n%b\r\n" % (len(line), line) for line in lines) + b"0\r\n\r\n"
         return b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n" + body
@@ -40,8 +44,17 @@ def test_a_stream_reads_the_same_in_any_pieces(is_chunked: bool, cuts: list[int]
     data = response(is_chunked=is_chunked)
     stream = stream_of(data, cuts)
     answer = read(stream)
-    assert (answer.text, answer.error, answer.num_prompt_tokens, answer.num_output_tokens) == ("".join(PIECES), "", 7, 5)
-    assert len(answer.times) == 4 and answer.times == sorted(answer.times) and answer.times[-1] <= answer.ended_at <= stream.arrivals[-1][0]
+    assert (answer.text, answer.error, answer.num_prompt_tokens, answer.num_output_tokens) == (
+        "".join(PIECES),
+        "",
+        7,
+        5,
+    )
+    assert (
+        len(answer.times) == 4
+        and answer.times == sorted(answer.times)
+        and answer.times[-1] <= answer.ended_at <= stream.arrivals[-1][0]
+    )
     first_end = data.index(json.dumps(PIECES[0]).encode()) + len(PIECES[0]) + 2
     seen = 0
     for at, piece in stream.arrivals:
@@ -60,7 +73,10 @@ def test_what_is_no_whole_stream_is_an_error() -> None:
 def test_a_stream_that_is_cut_in_an_event_is_that_answers_error() -> None:
     data = response(is_chunked=False)
     for cut in range(data.index(b"data:"), len(data) - len(b"data: [DONE]\n\n")):
-        assert read(stream_of(data[:cut], [])).error in ("the stream ends in the middle of an event", "the stream has no end")
+        assert read(stream_of(data[:cut], [])).error in (
+            "the stream ends in the middle of an event",
+            "the stream has no end",
+        )
 
 
 def test_prompts_have_their_lengths_and_begin_differently() -> None:

@@ -1,4 +1,6 @@
-"""Absence counts only while the one who counts could see: not while Redis is away, and not while the process itself is stopped."""
+"""Absence counts only while the one who counts could see: not while Redis is away, and not while
+the process itself is stopped.
+"""
 
 import math
 import time
@@ -32,7 +34,9 @@ class Eyes:
         self.readers = Readers(GRACE_S)
 
     def look(self, *alive: Replica, seconds: float = BEAT_S) -> set[str]:
-        """Looks for so many seconds, one each beat. Returns the gateways that are gone by then, of those that read here."""
+        """Looks for so many seconds, one each beat. Returns the gateways that are gone by then, of
+        those that read here.
+        """
         gone: set[str] = set()
         for _ in range(int(seconds / BEAT_S)):
             self.now += BEAT_S
@@ -42,7 +46,9 @@ class Eyes:
 
 
 def test_a_gateway_is_not_missed_while_compute_is_blind() -> None:
-    """It is away for 5.5 s, most of which are the beginning of a gap of 62 s: nobody knows what it did in the rest of that."""
+    """It is away for 5.5 s, most of which are the beginning of a gap of 62 s: nobody knows what it
+    did in the rest of that.
+    """
     eyes = Eyes()
     assert eyes.look(GATEWAY, seconds=5) == set()
     assert eyes.look(seconds=3) == set()

@@ -1,4 +1,6 @@
-"""Replicas of several cards in the simulator: parts add up, no rank works more than one card would, and links, launches and waiting cost what they must."""
+"""Replicas of several cards in the simulator: parts add up, no rank works more than one card would,
+and links, launches and waiting cost what they must.
+"""
 
 from dataclasses import replace
 from pathlib import Path
@@ -26,13 +28,24 @@ ROOT = Path(__file__).parents[2]
 FREE = Link(1e30, 0.0, 0.0)
 A100 = HARDWARE["a100-80g"]
 FAST_HOST = replace(A100, launch_s=0.0)
-CONFIGURED = ("num_layers", "num_heads", "num_kv_heads", "head_dim", "intermediate_size", "vocab_size")  # what both shapes have
+CONFIGURED = (
+    "num_layers",
+    "num_heads",
+    "num_kv_heads",
+    "head_dim",
+    "intermediate_size",
+    "vocab_size",
+)  # what both shapes have
 precisions = st.sampled_from(list(PRECISIONS.values()))
 
 
-def shape(kv_heads: int, queries: int, experts: int, active: int, sizes: tuple[int, int, int, int], is_tied: bool) -> DecoderShape:
+def shape(
+    kv_heads: int, queries: int, experts: int, active: int, sizes: tuple[int, int, int, int], is_tied: bool
+) -> DecoderShape:
     layers, hidden, intermediate, vocab = sizes
-    return DecoderShape(layers, hidden, intermediate, kv_heads * queries, kv_heads, 64, vocab, is_tied, experts, min(active, experts))
+    return DecoderShape(
+        layers, hidden, intermediate, kv_heads * queries, kv_heads, 64, vocab, is_tied, experts, min(active, experts)
+    )
 
 
 shapes = st.builds(
@@ -41,7 +54,12 @@ shapes = st.builds(
     st.integers(1, 8),
     st.sampled_from([1, 1, 4, 8]),
     st.integers(1, 3),
-    st.tuples(st.integers(1, 40), st.sampled_from([32, 576, 4096]), st.sampled_from([48, 1536, 14_336]), st.sampled_from([100, 49_152])),
+    st.tuples(
+        st.integers(1, 40),
+        st.sampled_from([32, 576, 4096]),
+        st.sampled_from([48, 1536, 14_336]),
+        st.sampled_from([100, 49_152]),
+    ),
     st.booleans(),
 )
 models = shapes | st.sampled_from(list(MODELS.values()))
@@ -58,18 +76,26 @@ def works(draw: st.DrawFn) -> Work:
 
 
 def parts(model: DecoderShape, group: CardGroup) -> list[Part]:
-    return [part_of(model, Share(rank, group.tensor), Share(stage, group.pipeline)) for stage in range(group.pipeline) for rank in range(group.tensor)]
+    return [
+        part_of(model, Share(rank, group.tensor), Share(stage, group.pipeline))
+        for stage in range(group.pipeline)
+        for rank in range(group.tensor)
+    ]
 
 
 @given(models, sizes, sizes)
 def test_parts_add_up_to_the_model(model: DecoderShape, tensor: int, pipeline: int) -> None:
     assume(pipeline <= model.num_layers)
     found = parts(model, CardGroup(tensor, pipeline))
-    twice = sum(each.num_layers * each.num_kv_heads for each in found) - model.num_layers * model.num_kv_heads  # on more than one rank
+    twice = (
+        sum(each.num_layers * each.num_kv_heads for each in found) - model.num_layers * model.num_kv_heads
+    )  # on more than one rank
     assert twice >= 0
     assert sum(each.num_layers * each.num_heads for each in found) == model.num_layers * model.num_heads
     assert sum(each.head_weights for each in found) == model.head_weights
-    assert sum(each.num_layers * (each.attention_weights + each.mlp_weights) for each in found) + found[0].head_weights + found[0].embedding_weights == (
+    assert sum(each.num_layers * (each.attention_weights + each.mlp_weights) for each in found) + found[
+        0
+    ].head_weights + found[0].embedding_weights == (
         model.num_layers * (model.attention_weights + model.num_experts * model.expert_weights)
         + twice * 2 * model.head_dim * model.hidden_size
         + model.head_weights
@@ -90,12 +116,16 @@ def test_memory_adds_up(model: DecoderShape, precision: Precision, tensor: int, 
     room = A100.memory * 0.94 - 2e9
     assert all(weights + tokens * per_token <= room * (1 + 1e-9) for weights, per_token in used)
     assert any(weights + (tokens + 1) * per_token > room * (1 - 1e-9) for weights, per_token in used)
-    copies = sum(each.num_layers * each.num_kv_heads for each in parts(model, group)) / (model.num_layers * model.num_kv_heads)
+    copies = sum(each.num_layers * each.num_kv_heads for each in parts(model, group)) / (
+        model.num_layers * model.num_kv_heads
+    )
     assert sum(per_token for _, per_token in used) == pytest.approx(model.kv_values * precision.kv_bytes * copies)
 
 
 @given(models, precisions, sizes, works())
-def test_no_rank_works_more_than_one_card_would(model: DecoderShape, precision: Precision, tensor: int, work: Work) -> None:
+def test_no_rank_works_more_than_one_card_would(
+    model: DecoderShape, precision: Precision, tensor: int, work: Work
+) -> None:
     """With links and launches that cost nothing, a rank more never makes a step longer."""
     longer = Roofline(model, FAST_HOST, precision, CardGroup(tensor, 1, FREE)).seconds(work)
     shorter = Roofline(model, FAST_HOST, precision, CardGroup(tensor + 1, 1, FREE)).seconds(work)
@@ -103,7 +133,9 @@ def test_no_rank_works_more_than_one_card_would(model: DecoderShape, precision: 
 
 
 @given(models, sizes, sizes, links, works(), st.floats(1, 10))
-def test_a_slower_link_never_makes_a_step_shorter(model: DecoderShape, tensor: int, pipeline: int, link: Link, work: Work, factor: float) -> None:
+def test_a_slower_link_never_makes_a_step_shorter(
+    model: DecoderShape, tensor: int, pipeline: int, link: Link, work: Work, factor: float
+) -> None:
     group = CardGroup(tensor, pipeline, link, link)
     seconds = Roofline(model, A100, group=group).seconds(work)
     for slower in (
@@ -118,7 +150,9 @@ def test_a_slower_link_never_makes_a_step_shorter(model: DecoderShape, tensor: i
 
 
 @given(models, sizes, sizes, links, works())
-def test_with_enough_sequences_the_busiest_stage_never_waits(model: DecoderShape, tensor: int, pipeline: int, link: Link, work: Work) -> None:
+def test_with_enough_sequences_the_busiest_stage_never_waits(
+    model: DecoderShape, tensor: int, pipeline: int, link: Link, work: Work
+) -> None:
     """Then only the way of hidden states may be added. One sequence goes through one stage after the other."""
     cost = Roofline(model, A100, group=CardGroup(tensor, pipeline, link, FREE))
     enough, alone = replace(work, num_sequences=max(work.num_sequences, pipeline)), replace(work, num_sequences=1)
@@ -126,14 +160,22 @@ def test_with_enough_sequences_the_busiest_stage_never_waits(model: DecoderShape
     assert cost.seconds(enough) == pytest.approx(busiest)
     assert cost.seconds(alone) == pytest.approx(sum(longest(ranks, alone) for ranks in cost.stages))
     slow = Roofline(model, A100, group=CardGroup(tensor, pipeline, link, Link(1e9, 1e-4, 1e-4)))
-    assert busiest * (1 - 1e-9) <= slow.seconds(enough) <= busiest * (1 + 1e-9) + slow.passing_seconds(enough.divided(pipeline))
+    assert (
+        busiest * (1 - 1e-9)
+        <= slow.seconds(enough)
+        <= busiest * (1 + 1e-9) + slow.passing_seconds(enough.divided(pipeline))
+    )
 
 
 @given(models, st.integers(2, 9))
 def test_stages_are_cut_as_the_engine_cuts_them(model: DecoderShape, pipeline: int) -> None:
     """A mixture's experts are counted by those that one token goes through."""
     assume(pipeline <= model.num_layers)
-    mixture = None if model.num_experts == 1 else SimpleNamespace(intermediate_size=model.intermediate_size, num_active=model.num_active)
+    mixture = (
+        None
+        if model.num_experts == 1
+        else SimpleNamespace(intermediate_size=model.intermediate_size, num_active=model.num_active)
+    )
     config = SimpleNamespace(**{name: getattr(model, name) for name in CONFIGURED}, moe=mixture)
     for number in range(pipeline):
         stage = Placement(stage=PipelineStage(number, pipeline, None)).stage_of(cast(ModelConfig, config))
@@ -159,11 +201,16 @@ def test_a_step_that_is_not_recorded_waits_for_its_launches() -> None:
 
 
 def test_a_group_by_hand() -> None:
-    """SmolLM2's nine query heads over two ranks: the first has five of them, and both have the second of its three KV heads."""
+    """SmolLM2's nine query heads over two ranks: the first has five of them, and both have the
+    second of its three KV heads.
+    """
     model, link = MODELS["smollm2-135m"], LINKS["nvlink3"]
     first, last = parts(model, CardGroup(2))
     assert (first.num_heads, first.num_kv_heads, last.num_heads, last.num_kv_heads) == (5, 2, 4, 2)
-    alone, both = Roofline(model, FAST_HOST, group=CardGroup(2, 1, FREE)), Roofline(model, FAST_HOST, group=CardGroup(2, 1, link))
+    alone, both = (
+        Roofline(model, FAST_HOST, group=CardGroup(2, 1, FREE)),
+        Roofline(model, FAST_HOST, group=CardGroup(2, 1, link)),
+    )
     columns = 30 * (5 * 64 + 288 + 768 + 288) + 576
     gathers_s = (30 * 4 + 2) * link.latency_s(2) + (100 * columns * 2 + 100 * 24_576 * 4) * link.byte_s
     work = Work(100, 100, 100, 100)
@@ -208,7 +255,22 @@ def test_the_page_says_what_the_simulator_says() -> None:
 
 def test_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
     few = ["simulate", "--num-requests", "20"]
-    assert main([*few, "--model", "llama-3-70b", "--tensor-parallel-size", "2", "--pipeline-parallel-size", "2", "--price", "2"]) == 0
+    assert (
+        main(
+            [
+                *few,
+                "--model",
+                "llama-3-70b",
+                "--tensor-parallel-size",
+                "2",
+                "--pipeline-parallel-size",
+                "2",
+                "--price",
+                "2",
+            ]
+        )
+        == 0
+    )
     assert "llama-3-70b on 2 x 2 a100-80g" in capsys.readouterr().out
     assert main([*few, "--table", "--model", "llama-3-8b", "--hardware", "rtx4090-24g", "--quantization", "w8a8"]) == 0
     told = capsys.readouterr()

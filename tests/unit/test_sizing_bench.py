@@ -12,7 +12,9 @@ positive = st.floats(1e-7, 1e-2)
 
 
 @given(request=positive, token=positive, num_requests=st.integers(1, 500), num_tokens=st.integers(2, 2000))
-def test_a_token_costs_what_is_left_of_the_streams_without_their_requests(request: float, token: float, num_requests: int, num_tokens: int) -> None:
+def test_a_token_costs_what_is_left_of_the_streams_without_their_requests(
+    request: float, token: float, num_requests: int, num_tokens: int
+) -> None:
     total = num_requests * (request + (num_tokens - 1) * token)
     run = Run(num_requests, num_requests * num_tokens, 2.0, 0.0, {"gateway": total})
     assert run.per_token({"gateway": request})["gateway"] == pytest.approx(token, rel=1e-5, abs=1e-9)
@@ -39,4 +41,6 @@ def test_prompts_have_their_lengths_and_begin_differently() -> None:
     lengths = [len(prose.tokenizer.encode(each, add_special_tokens=False).ids) for each in prompts]
     assert lengths == pytest.approx([1, 8, 100, 3000], abs=2)
     assert len({prose.take(32) for _ in range(500)}) == 500
-    assert len(prose.tokenizer.encode(prose.take(len(prose.token_ids) + 5), add_special_tokens=False).ids) > len(prose.token_ids)
+    assert len(prose.tokenizer.encode(prose.take(len(prose.token_ids) + 5), add_special_tokens=False).ids) > len(
+        prose.token_ids
+    )

@@ -23,7 +23,11 @@ KIND = DraftKind("lookup", 0)
 # --- n-grams
 
 
-@given(tokens=st.lists(st.integers(0, 3), max_size=80), context=st.lists(st.integers(0, 3), max_size=6), capacity=st.sampled_from([16, 256]))
+@given(
+    tokens=st.lists(st.integers(0, 3), max_size=80),
+    context=st.lists(st.integers(0, 3), max_size=6),
+    capacity=st.sampled_from([16, 256]),
+)
 def test_a_match_is_one_and_none_in_reach_is_longer(tokens: list[int], context: list[int], capacity: int) -> None:
     index = NgramIndex(capacity)
     for start in range(0, len(tokens), 7):
@@ -41,7 +45,10 @@ def test_a_match_is_one_and_none_in_reach_is_longer(tokens: list[int], context: 
 
 def matching(tokens: list[int], context: list[int]) -> int:
     """How many last tokens the two have in common."""
-    return next((at for at, (one, other) in enumerate(zip(reversed(tokens), reversed(context), strict=False)) if one != other), min(len(tokens), len(context)))
+    return next(
+        (at for at, (one, other) in enumerate(zip(reversed(tokens), reversed(context), strict=False)) if one != other),
+        min(len(tokens), len(context)),
+    )
 
 
 def test_an_index_holds_a_bounded_number_of_bytes() -> None:
@@ -140,12 +147,18 @@ def test_an_answer_is_followed_along_its_prediction() -> None:
     changed = follow(text, [*text[:5], 1, 2, *text[5:9]])
     assert changed.expected(2) == [109, 110] and changed.num_accepted == 9, "something was inserted"
     left_out = follow(text, [*text[:5], *text[11:14]])
-    assert left_out.expected(2) == [114, 115] and (left_out.num_accepted, left_out.num_rejected) == (8, 22), "something was left out"
+    assert left_out.expected(2) == [114, 115] and (left_out.num_accepted, left_out.num_rejected) == (8, 22), (
+        "something was left out"
+    )
     assert follow(text, [*text[:5], 1, 2, 3, *text[6:9]]).expected(1) == [109], "something was changed"
     assert follow(text, [*text, 7, 7, 7]).expected(9) == []
 
 
-@given(prediction=st.lists(st.integers(0, 4), max_size=60), answer=st.lists(st.integers(0, 4), max_size=60), most=st.integers(1, 9))
+@given(
+    prediction=st.lists(st.integers(0, 4), max_size=60),
+    answer=st.lists(st.integers(0, 4), max_size=60),
+    most=st.integers(1, 9),
+)
 def test_no_token_of_a_prediction_counts_twice(prediction: list[int], answer: list[int], most: int) -> None:
     follower = follow(prediction, answer)
     assert 0 <= follower.num_accepted <= min(len(prediction), len(answer) + len(answer)) and follower.num_rejected >= 0
@@ -156,7 +169,9 @@ def test_no_token_of_a_prediction_counts_twice(prediction: list[int], answer: li
     for token_id in answer[decided:]:
         sequence.tokens.foresee(token_id)
     found = proposer.propose({1: Wanted(sequence, most)})
-    assert found.get(1, Drafts([])).token_ids == follower.expected(most), "foreseen tokens are followed, and can be taken back"
+    assert found.get(1, Drafts([])).token_ids == follower.expected(most), (
+        "foreseen tokens are followed, and can be taken back"
+    )
     sequence.tokens.truncate(2 + decided)
     again = proposer.propose({1: Wanted(sequence, most)})
     assert again.get(1, Drafts([])).token_ids == follow(prediction, answer[:decided]).expected(most)
@@ -242,7 +257,9 @@ def test_what_fails_is_given_up_and_tried_again_later() -> None:
     assert control.chance(2, KIND) < 0.4, "others are expected to fare likewise"
 
 
-@given(chances=st.lists(st.floats(0, 1), min_size=1, max_size=8), per_token=st.floats(1e-5, 1e-2), seed=st.integers(0, 99))
+@given(
+    chances=st.lists(st.floats(0, 1), min_size=1, max_size=8), per_token=st.floats(1e-5, 1e-2), seed=st.integers(0, 99)
+)
 @examples(50)
 def test_what_is_chosen_pays(chances: list[float], per_token: float, seed: int) -> None:
     rng = random.Random(seed)
@@ -260,7 +277,11 @@ def test_what_is_chosen_pays(chances: list[float], per_token: float, seed: int) 
     assert all(0 < count <= offers[handle][1] for handle, count in chosen.items())
     if chosen:
         time = control.step_time
-        tokens = len(chances) + 1 + sum(chances_now[handle] ** place for handle, count in chosen.items() for place in range(1, count + 1))
+        tokens = (
+            len(chances)
+            + 1
+            + sum(chances_now[handle] ** place for handle, count in chosen.items() for place in range(1, count + 1))
+        )
         seconds = time.seconds(len(chances) + 1) + time.drafting_s + sum(chosen.values()) * time.per_token_s
         assert tokens / seconds > MARGIN * (len(chances) + 1) / time.seconds(len(chances) + 1)
 

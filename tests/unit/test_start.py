@@ -1,4 +1,6 @@
-"""Before anything is started: how to ask a model, and that it can't be served; and stages that can't run, before and after they could."""
+"""Before anything is started: how to ask a model, and that it can't be served; and stages that
+can't run, before and after they could.
+"""
 
 import json
 import logging
@@ -46,7 +48,10 @@ def test_what_can_not_be_served_is_refused_before_anything_starts(folder: Path) 
         ({"dtype": "float99"}, "config.json: dtype is 'float99', which is no dtype that is known"),
         ({"torch_dtype": 16}, "config.json: torch_dtype is 16, which is no dtype that is known"),
         ({"eos_token_id": 1 << 20}, "config.json: eos_token_id is 1048576, which names no token of the vocabulary"),
-        ({"eos_token_id": [1, "two"]}, "config.json: eos_token_id is [1, 'two'], which names no token of the vocabulary"),
+        (
+            {"eos_token_id": [1, "two"]},
+            "config.json: eos_token_id is [1, 'two'], which names no token of the vocabulary",
+        ),
         ({"quantization_config": [1]}, "config.json: quantization_config is not an object"),
     ):
         (folder / "config.json").write_text(json.dumps(config | change))
@@ -63,8 +68,12 @@ def test_what_can_not_be_served_is_refused_before_anything_starts(folder: Path) 
 
 
 @pytest.mark.parametrize("is_announced", [False, True])
-def test_a_stage_that_can_not_run_as_configured_ends_all_before_the_pipeline_was_ready_only(tmp_path: Path, is_announced: bool) -> None:
-    """Later it is a Redis, or a file of keys, that is away for a while: what serves goes on, and the stage is tried again."""
+def test_a_stage_that_can_not_run_as_configured_ends_all_before_the_pipeline_was_ready_only(
+    tmp_path: Path, is_announced: bool
+) -> None:
+    """Later it is a Redis, or a file of keys, that is away for a while: what serves goes on, and
+    the stage is tried again.
+    """
     launcher = Launcher(UpSettings(data_dir=tmp_path), is_announced=is_announced)
     launcher.lifeline = Lifeline(tmp_path)
     child = Child("stage", lambda: subprocess.Popen([sys.executable, "-c", f"raise SystemExit({STARTUP_ERROR})"]))
@@ -80,16 +89,33 @@ def test_a_stage_that_can_not_run_as_configured_ends_all_before_the_pipeline_was
 
 
 def test_there_are_as_many_replicas_of_a_stage_as_are_asked_for(tmp_path: Path) -> None:
-    launcher = Launcher(UpSettings(data_dir=tmp_path, model=["demo"], port=free_port(), samplers=2, tokenizers=3, jobs=2))
+    launcher = Launcher(
+        UpSettings(data_dir=tmp_path, model=["demo"], port=free_port(), samplers=2, tokenizers=3, jobs=2)
+    )
     launcher._prepare()
-    assert [child.name for child in launcher.stages] == ["sampler", "sampler-2", "tokenizer", "tokenizer-2", "tokenizer-3", "compute", "gateway"]
+    assert [child.name for child in launcher.stages] == [
+        "sampler",
+        "sampler-2",
+        "tokenizer",
+        "tokenizer-2",
+        "tokenizer-3",
+        "compute",
+        "gateway",
+    ]
     assert [child.name for child in launcher.jobs] == ["jobs", "jobs-2"]
     for file in (launcher.lifeline._own, launcher.lifeline._shared):
         file.close()
 
 
 def test_a_worker_that_redis_refuses_says_so_in_a_line() -> None:
-    for error, has_trace in ((redis.ResponseError("MISCONF Errors writing to the AOF file"), False), (ValueError("a mistake of ours"), True)):
-        record = logging.LogRecord("celery.worker", logging.CRITICAL, "", 0, "Unrecoverable error: %r", (error,), (type(error), error, None))
+    for error, has_trace in (
+        (redis.ResponseError("MISCONF Errors writing to the AOF file"), False),
+        (ValueError("a mistake of ours"), True),
+    ):
+        record = logging.LogRecord(
+            "celery.worker", logging.CRITICAL, "", 0, "Unrecoverable error: %r", (error,), (type(error), error, None)
+        )
         assert be_brief(record) and bool(record.exc_info) == has_trace
-        assert record.getMessage().startswith("Unrecoverable" if has_trace else "redis can't serve, ending the process: MISCONF")
+        assert record.getMessage().startswith(
+            "Unrecoverable" if has_trace else "redis can't serve, ending the process: MISCONF"
+        )

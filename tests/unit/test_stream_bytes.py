@@ -19,7 +19,11 @@ def responder(num_sequences: int = 1) -> Responder:
     timelines = dict.fromkeys(record.request_ids)
     positions = [0] * num_sequences
     generation: Any = SimpleNamespace(
-        record=record, request_ids=record.request_ids, positions=positions, max_tokens=[None] * num_sequences, subscription=SimpleNamespace(timelines=timelines)
+        record=record,
+        request_ids=record.request_ids,
+        positions=positions,
+        max_tokens=[None] * num_sequences,
+        subscription=SimpleNamespace(timelines=timelines),
     )
     return Responder(generation, NO_MEASURE, 1.0, has_positions=True)  # type: ignore[arg-type]
 
@@ -39,20 +43,38 @@ def token(position: int, text: str, **fields: Any) -> TokenEvent:
 
 
 LOGPROB = TokenLogprob("c", b"c", -0.5, (), token_id=3)
-ANSWER = [token(1, "a"), token(2, "b"), token(3, ""), token(4, "c", logprobs=(LOGPROB,)), token(5, "d"), token(6, "é"), token(7, "f", finish_reason="length")]
+ANSWER = [
+    token(1, "a"),
+    token(2, "b"),
+    token(3, ""),
+    token(4, "c", logprobs=(LOGPROB,)),
+    token(5, "d"),
+    token(6, "é"),
+    token(7, "f", finish_reason="length"),
+]
 
 
 def test_each_token_has_an_event_with_its_position() -> None:
     encoded, failure = responder()._encode([(0, event) for event in ANSWER], [0])
     assert failure is None
     assert events_of(encoded) == [
-        ("1", 0, "a", None), ("2", 0, "b", None), ("4", 0, "c", None), ("5", 0, "d", None), ("6", 0, "é", None), ("7", 0, "f", "length"),
-    ]  # fmt: skip
+        ("1", 0, "a", None),
+        ("2", 0, "b", None),
+        ("4", 0, "c", None),
+        ("5", 0, "d", None),
+        ("6", 0, "é", None),
+        ("7", 0, "f", "length"),
+    ]
 
 
 def test_a_client_that_is_behind_gets_several_tokens_in_an_event() -> None:
     encoded, _ = responder()._encode([(0, event) for event in ANSWER], [0], joins=True)
-    assert events_of(encoded) == [("2", 0, "ab", None), ("4", 0, "c", None), ("6", 0, "dé", None), ("7", 0, "f", "length")]
+    assert events_of(encoded) == [
+        ("2", 0, "ab", None),
+        ("4", 0, "c", None),
+        ("6", 0, "dé", None),
+        ("7", 0, "f", "length"),
+    ]
 
 
 def test_joined_events_are_of_one_choice_and_their_ids_are_positions_of_all() -> None:

@@ -1,4 +1,6 @@
-"""Telemetry of the pipeline as far as it needs none: lines of the log, timelines, and tracing that is off or misconfigured."""
+"""Telemetry of the pipeline as far as it needs none: lines of the log, timelines, and tracing that
+is off or misconfigured.
+"""
 
 import io
 import json
@@ -39,23 +41,43 @@ def line_of(formatter: logging.Formatter, event: str, **values: object) -> str:
         try:
             raise ValueError("bad\nthing")
         except ValueError:
-            get_logger("penstock.test").exception(event, **values) if values.pop("fails", False) else get_logger("penstock.test").info(event, **values)
+            get_logger("penstock.test").exception(event, **values) if values.pop("fails", False) else get_logger(
+                "penstock.test"
+            ).info(event, **values)
     finally:
         logger.removeHandler(handler)
     return stream.getvalue()
 
 
 def test_a_line_for_people_keeps_to_one_line_whatever_is_in_it() -> None:
-    line = line_of(logging.Formatter("%(message)s"), "done 100%", path="/a b\x1b[2J\n", seconds=0.123456789, none=None, empty="")
+    line = line_of(
+        logging.Formatter("%(message)s"), "done 100%", path="/a b\x1b[2J\n", seconds=0.123456789, none=None, empty=""
+    )
     assert line == "done 100% path='/a b\\x1b[2J\\n' seconds=0.123457 none=- empty=''\n"
 
 
 def test_a_line_for_machines_is_an_object_whose_own_fields_nobody_overwrites() -> None:
-    line = line_of(JsonFormatter(), "done 100%", path="é\n", seconds=0.5, none=None, level="none", error=ValueError("x"), fails=True)
+    line = line_of(
+        JsonFormatter(),
+        "done 100%",
+        path="é\n",
+        seconds=0.5,
+        none=None,
+        level="none",
+        error=ValueError("x"),
+        fails=True,
+    )
     said = json.loads(line)
-    assert line.count("\n") == 1 and said["event"] == "done 100%" and said["level"] == "error" and said["logger"] == "penstock.test"
+    assert (
+        line.count("\n") == 1
+        and said["event"] == "done 100%"
+        and said["level"] == "error"
+        and said["logger"] == "penstock.test"
+    )
     assert (said["path"], said["seconds"], said["none"], said["error"]) == ("é\n", 0.5, None, "x")
-    assert "ValueError: bad" in said["exception"] and re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z", said["time"])
+    assert "ValueError: bad" in said["exception"] and re.fullmatch(
+        r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z", said["time"]
+    )
 
 
 def test_other_libraries_lines_are_objects_too() -> None:
@@ -66,9 +88,20 @@ def test_other_libraries_lines_are_objects_too() -> None:
 def test_a_timeline_says_what_is_known() -> None:
     timeline = Timeline(submitted_at=10.0)
     timeline.note(Moments("r", 1, 11.0, 13.0, 17.0, "compute-1", "sampler-1"))
-    assert (timeline.tokenize_s, timeline.queue_s, timeline.prefill_s, timeline.decode_s, timeline.inference_s) == (1.0, 2.0, 4.0, None, 4.0)
+    assert (timeline.tokenize_s, timeline.queue_s, timeline.prefill_s, timeline.decode_s, timeline.inference_s) == (
+        1.0,
+        2.0,
+        4.0,
+        None,
+        4.0,
+    )
     timeline.note(Moments("r", 9, 11.0, 20.0, 25.0, "compute-2", "sampler-1"))  # by another, which took it over
-    assert (timeline.queue_s, timeline.decode_s, timeline.inference_s, timeline.compute_id) == (2.0, 8.0, 12.0, "compute-2")
+    assert (timeline.queue_s, timeline.decode_s, timeline.inference_s, timeline.compute_id) == (
+        2.0,
+        8.0,
+        12.0,
+        "compute-2",
+    )
     resumed = Timeline()
     resumed.note(Moments("r", 9, 11.0, 20.0, 25.0, "compute-2"))
     assert (resumed.tokenize_s, resumed.queue_s, resumed.prefill_s, resumed.decode_s) == (None, None, None, None)
@@ -91,18 +124,28 @@ def test_without_an_endpoint_nothing_is_loaded_that_could_send_spans() -> None:
 @pytest.mark.parametrize(
     ("variables", "reason"),
     [
-        ({"OTEL_EXPORTER_OTLP_ENDPOINT": "collector:4318"}, "expected a URL as http://127.0.0.1:4318, got 'collector:4318'"),
-        ({"OTEL_EXPORTER_OTLP_ENDPOINT": "http://x", "OTEL_EXPORTER_OTLP_PROTOCOL": "grpc"}, "only http/protobuf is spoken"),
+        (
+            {"OTEL_EXPORTER_OTLP_ENDPOINT": "collector:4318"},
+            "expected a URL as http://127.0.0.1:4318, got 'collector:4318'",
+        ),
+        (
+            {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://x", "OTEL_EXPORTER_OTLP_PROTOCOL": "grpc"},
+            "only http/protobuf is spoken",
+        ),
     ],
 )
-def test_what_cannot_be_sent_to_is_said_in_one_line(variables: dict[str, str], reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be_sent_to_is_said_in_one_line(
+    variables: dict[str, str], reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(StartupError, match=reason):
         open_tracer("sampler", "sampler-1")
 
 
-@pytest.mark.parametrize("variables", [{"OTEL_EXPORTER_OTLP_ENDPOINT": ""}, {"OTEL_SDK_DISABLED": "true"}, {"OTEL_TRACES_EXPORTER": "none"}])
+@pytest.mark.parametrize(
+    "variables", [{"OTEL_EXPORTER_OTLP_ENDPOINT": ""}, {"OTEL_SDK_DISABLED": "true"}, {"OTEL_TRACES_EXPORTER": "none"}]
+)
 def test_what_turns_traces_off_turns_them_off(variables: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in ({"OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:1"} | variables).items():
         monkeypatch.setenv(name, value)
@@ -124,7 +167,7 @@ for number in range(6000):
     if not number % 1000:
         time.sleep(0.05)  # for whoever sends
 recorded_at = time.monotonic()
-"""
+"""  # noqa: E501
 
 
 def test_a_collector_that_is_away_costs_spans_and_nothing_else() -> None:
@@ -132,23 +175,37 @@ def test_a_collector_that_is_away_costs_spans_and_nothing_else() -> None:
     with away("refuses") as refusing, away("is silent") as silent, away("fails slowly") as failing:
         senders = [
             subprocess.Popen(
-                [sys.executable, "-c", SEND], cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-                env={**os.environ, "OTEL_EXPORTER_OTLP_ENDPOINT": f"http://127.0.0.1:{port}", "OTEL_BSP_SCHEDULE_DELAY": "50"},
+                [sys.executable, "-c", SEND],
+                cwd=ROOT,
+                text=True,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                env={
+                    **os.environ,
+                    "OTEL_EXPORTER_OTLP_ENDPOINT": f"http://127.0.0.1:{port}",
+                    "OTEL_BSP_SCHEDULE_DELAY": "50",
+                },
             )
             for port in (refusing, silent, failing)
-        ]  # fmt: skip
+        ]
         for sender in senders:
             out, errors = sender.communicate(timeout=200)
             waited_s, closing_s = map(float, out.split())
             assert sender.returncode == 0 and waited_s < 10.0, "an export that times out takes as long"
             assert closing_s < CLOSE_TIMEOUT_S + 10.0
             lines = errors.splitlines()
-            assert "Queue full" in errors and len(lines) < 6 and all("penstock.tracing: trouble with spans" in line for line in lines), errors
+            assert (
+                "Queue full" in errors
+                and len(lines) < 6
+                and all("penstock.tracing: trouble with spans" in line for line in lines)
+            ), errors
 
 
 @contextmanager
 def away(answer: str) -> Iterator[int]:
-    """The port of a collector that is none. A connection waits in the kernel until somebody takes it: nobody does, or to fail after a second."""
+    """The port of a collector that is none. A connection waits in the kernel until somebody takes
+    it: nobody does, or to fail after a second.
+    """
     with socket.create_server(("127.0.0.1", 0), backlog=64) as server:
         port: int = server.getsockname()[1]
         if answer == "refuses":
@@ -176,7 +233,9 @@ def test_a_root_is_the_same_span_whoever_records_it(monkeypatch: pytest.MonkeyPa
             tracer = open_tracer("jobs", replica_id)
             assert tracer is not None and tracer.trace_of(key) == f"00-{key}-{key[:16]}-01"
             tracer.record("admission", tracer.trace_of(key), 1.0, 2.0, {})
-            tracer.record_root("batch line", tracer.trace_of(key), 1.0, 3.0, {"penstock.outcome": "completed"}, link=link)
+            tracer.record_root(
+                "batch line", tracer.trace_of(key), 1.0, 3.0, {"penstock.outcome": "completed"}, link=link
+            )
         wait_until(lambda: len(collector.of(key)) == 4, description="its spans")
         roots = [span for span in collector.of(key) if span.name == "batch line"]
         assert {(span.span_id, span.parent_id, span.links) for span in roots} == {(key[:16], "", (link[3:35],))}

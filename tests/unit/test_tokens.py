@@ -94,7 +94,9 @@ class TokensMachine(RuleBasedStateMachine):
         self.reference.is_ending = True
 
     @rule()
-    @precondition(lambda self: self.reference.undecided and self.reference.undecided[0][1] in ("foreseen", "true draft"))
+    @precondition(
+        lambda self: self.reference.undecided and self.reference.undecided[0][1] in ("foreseen", "true draft")
+    )
     def confirm(self) -> None:
         self.tokens.confirm()
         self.reference.confirm()
@@ -111,7 +113,9 @@ class TokensMachine(RuleBasedStateMachine):
         num_tokens, num_prompt = data.draw(st.integers(1, len(self.reference.ids))), self.tokens.num_prompt
         known = self.reference.ids[:num_tokens]
         assert counted(self.tokens.seen_counts(num_tokens)) == Counter(each for each in known if each != PENDING)
-        assert counted(self.tokens.output_counts(num_tokens)) == Counter(each for each in known[num_prompt:] if each != PENDING)
+        assert counted(self.tokens.output_counts(num_tokens)) == Counter(
+            each for each in known[num_prompt:] if each != PENDING
+        )
         assert self.tokens.history(num_tokens).tolist() == known
 
     @invariant()
@@ -125,7 +129,9 @@ class TokensMachine(RuleBasedStateMachine):
             assert tokens.num_undecided_steps == len(reference.undecided) - reference.count("true draft")
             assert tokens.is_pending == bool(reference.count("pending"))
             assert tokens.is_ending == reference.is_ending
-            places = [place for place, (_, kind) in enumerate(reference.undecided, tokens.num_decided) if kind == "true draft"]
+            places = [
+                place for place, (_, kind) in enumerate(reference.undecided, tokens.num_decided) if kind == "true draft"
+            ]
             assert list(tokens.foreseen_drafts) == places
 
 

@@ -51,14 +51,18 @@ def test_other_errors_pass() -> None:
 
 
 def test_a_limit_on_addresses_is_known() -> None:
-    done = subprocess.run([sys.executable, "-c", FREE], capture_output=True, text=True, check=True, preexec_fn=limited(GIB))
+    done = subprocess.run(
+        [sys.executable, "-c", FREE], capture_output=True, text=True, check=True, preexec_fn=limited(GIB)
+    )
     assert 0 < int(done.stdout) < GIB
 
 
 def test_compute_says_in_one_line_that_torch_does_not_fit(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "services.compute", "--model", "demo"]
     environment = {**os.environ, "OPENBLAS_NUM_THREADS": "1", "PENSTOCK_REDIS_URL": f"unix://{tmp_path}/none"}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, preexec_fn=limited(400 << 20), timeout=100)
+    done = subprocess.run(
+        command, capture_output=True, text=True, env=environment, preexec_fn=limited(400 << 20), timeout=100
+    )
     assert done.returncode == 2 and "Traceback" not in done.stderr
     assert "compute: too little memory" in done.stderr.splitlines()[-1] and "ulimit -v" in done.stderr.splitlines()[-1]
 
@@ -69,7 +73,10 @@ def test_a_stage_that_is_killed_at_each_start_ends_the_launcher(tmp_path: Path) 
     launcher.lifeline = Lifeline(tmp_path)
     kill = f"import os; os.kill(os.getpid(), {signal.SIGKILL})"
     launcher.stages.append(child := Child("compute", lambda: subprocess.Popen([sys.executable, "-c", kill]), delay_s=0))
-    with pytest.raises(StartupError, match=f"compute has been ended {MAX_KILLS} times by SIGKILL .* where memory runs out .* --kv-cache-memory"):
+    with pytest.raises(
+        StartupError,
+        match=f"compute has been ended {MAX_KILLS} times by SIGKILL .* where memory runs out .* --kv-cache-memory",
+    ):
         for _ in range(MAX_KILLS + 1):
             launcher._keep_alive()
             assert child.process is not None

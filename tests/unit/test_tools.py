@@ -25,12 +25,16 @@ def tool(name: str, **function: Any) -> dict[str, Any]:
 
 
 SCHEMA = {"type": "object", "properties": {"a": {"$ref": "#/$defs/n"}}, "$defs": {"n": {"type": "integer"}}}
-GUIDANCE = {"x-guidance": {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": ", "lenient": True}}
+GUIDANCE = {
+    "x-guidance": {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": ", "lenient": True}
+}
 ADD, LOOK = tool("add", parameters=SCHEMA), tool("look", description="Looks.")
 
 
 def read(**body: Any) -> ChatCompletionBody:
-    return parse(ChatCompletionBody, orjson.dumps({"model": "m", "messages": [{"role": "user", "content": "Hi"}], **body}))
+    return parse(
+        ChatCompletionBody, orjson.dumps({"model": "m", "messages": [{"role": "user", "content": "Hi"}], **body})
+    )
 
 
 def named(name: str) -> dict[str, Any]:
@@ -40,14 +44,26 @@ def named(name: str) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("choice", "mode", "told", "callable_"),
     [
-        (None, "auto", 2, ["add", "look"]), ("auto", "auto", 2, ["add", "look"]), ("none", "none", 0, []), ("required", "required", 2, ["add", "look"]),
+        (None, "auto", 2, ["add", "look"]),
+        ("auto", "auto", 2, ["add", "look"]),
+        ("none", "none", 0, []),
+        ("required", "required", 2, ["add", "look"]),
         (named("look"), "named", 2, ["look"]),
-        ({"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": [named("add")]}}, "required", 2, ["add"]),
+        (
+            {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": [named("add")]}},
+            "required",
+            2,
+            ["add"],
+        ),
     ],
-)  # fmt: skip
+)
 def test_the_choice_says_who_may_be_called(choice: Any, mode: str, told: int, callable_: list[str]) -> None:
     calling = read(tools=[ADD, LOOK], tool_choice=choice).calling()
-    assert calling.mode == mode and len(calling.tools) == told and [each.function.name for each in calling.callable] == callable_
+    assert (
+        calling.mode == mode
+        and len(calling.tools) == told
+        and [each.function.name for each in calling.callable] == callable_
+    )
     assert json.loads(calling.tools_json or "[]") == [ADD, LOOK][:told]
 
 
@@ -67,20 +83,33 @@ def test_what_has_to_be_called_is_a_constraint() -> None:
         constraint is not None
         and constraint.kind == "structural_tag"
         and json.loads(constraint.text)["format"]["content"]
-        == {"type": "json_schema", "json_schema": SCHEMA | GUIDANCE, "function": "add", "param": "tools[0].function.parameters"}
+        == {
+            "type": "json_schema",
+            "json_schema": SCHEMA | GUIDANCE,
+            "function": "add",
+            "param": "tools[0].function.parameters",
+        }
     )
-    assert one.parsing("hermes", "qwen3").tool_calls == "arguments" and one.parsing("hermes", "qwen3").reasoning == "qwen3"
+    assert (
+        one.parsing("hermes", "qwen3").tool_calls == "arguments" and one.parsing("hermes", "qwen3").reasoning == "qwen3"
+    )
     assert one.parsing("hermes", "qwen3", may_think=False).reasoning == ""
     nothing = read(tools=[LOOK], tool_choice=named("look")).calling().forced()
     assert nothing is not None
-    assert json.loads(nothing.text)["format"]["content"]["json_schema"] == {"type": "object", "properties": {}, "additionalProperties": False} | GUIDANCE
+    assert (
+        json.loads(nothing.text)["format"]["content"]["json_schema"]
+        == {"type": "object", "properties": {}, "additionalProperties": False} | GUIDANCE
+    )
     many = read(tools=[ADD, LOOK], tool_choice="required", parallel_tool_calls=False).calling()
     assert many.parsing("hermes", "").max_calls == 1 and many.parsing("hermes", "").tool_calls == "calls"
     grammar = many.forced()
     assert grammar is not None and grammar.kind == "structural_tag"
     form = json.loads(grammar.text)["format"]
     assert (form["begin"], form["end"], form["content"]["max_tags"]) == ("[", "]", 1)
-    assert [each["begin"] for each in form["content"]["tags"]] == ['{"name": "add", "parameters": ', '{"name": "look", "parameters": ']
+    assert [each["begin"] for each in form["content"]["tags"]] == [
+        '{"name": "add", "parameters": ',
+        '{"name": "look", "parameters": ',
+    ]
 
 
 STRICT = tool("add", parameters=SCHEMA, strict=True)
@@ -108,12 +137,16 @@ def matches(constraint: Constraint | None, text: str, vocabulary: Vocabulary) ->
         ("mistral", "[TOOL_CALLS]add[ARGS]", ""),
     ],
 )
-def test_calls_of_strict_functions_match_from_their_marker_on(form: str, before: str, after: str, vocabulary: Vocabulary) -> None:
+def test_calls_of_strict_functions_match_from_their_marker_on(
+    form: str, before: str, after: str, vocabulary: Vocabulary
+) -> None:
     offered = read(tools=[STRICT, LOOK]).calling().offered(form)
     right, wrong, unknown = '{"a": 1}', '{"a": "x"}', before.replace("add", "other")
     assert matches(offered, "No call.", vocabulary) and matches(offered, f"I add. {before}{right}{after}", vocabulary)
     assert matches(offered, f"{before}{right}{after}\n{before}{right}{after}", vocabulary)
-    assert not matches(offered, f"{before}{wrong}{after}", vocabulary) and not matches(offered, f"{unknown}{right}{after}", vocabulary)
+    assert not matches(offered, f"{before}{wrong}{after}", vocabulary) and not matches(
+        offered, f"{unknown}{right}{after}", vocabulary
+    )
     parser = AnswerParser(read(tools=[STRICT, LOOK]).calling().parsing(form, ""))
     assert [piece.text for piece in [*parser.feed(f"{before}{right}{after}"), *parser.finish()]][-2:] == ["add", right]
 
@@ -135,7 +168,13 @@ def test_a_thought_may_stand_before_what_must_match(choice: Any, vocabulary: Voc
     for text in (right, f"<think>\nHm: {{}} <tool_call>\n</think>\n\n{right}", f"<think></think>{right}"):
         assert matches(closed_yet, text, vocabulary)
         assert matches(open_already, text.removeprefix("<think>"), vocabulary) == (text != right)
-    for text in ("<think>Hm.", f"Hm.</think>{right}", f"<think>Hm.{right}", "<think></think>7", f"<think></think>{right}<think>"):
+    for text in (
+        "<think>Hm.",
+        f"Hm.</think>{right}",
+        f"<think>Hm.{right}",
+        "<think></think>7",
+        f"<think></think>{right}<think>",
+    ):
         assert not matches(closed_yet, text, vocabulary)
 
 
@@ -143,9 +182,15 @@ def test_in_harmony_a_header_stands_before_what_must_match(vocabulary: Vocabular
     calling = read(tools=[STRICT], tool_choice=named("add")).calling()
     forced = calling.forced()
     assert forced is not None
-    thought, answer, right = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant", "<|channel|>final<|message|>", '{"a": 1}'
+    thought, answer, right = (
+        "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant",
+        "<|channel|>final<|message|>",
+        '{"a": 1}',
+    )
     thinking, plain = (after_thought(forced, "harmony", may_think=may_think) for may_think in (True, False))
-    thinking = replace(thinking, thought_end=thinking.thought_end.replace("<|end|>", "<|fin|>"))  # the demo model's <|end|> ends answers
+    thinking = replace(
+        thinking, thought_end=thinking.thought_end.replace("<|end|>", "<|fin|>")
+    )  # the demo model's <|end|> ends answers
     as_text = thought.replace("<|end|>", "<|fin|>")
     assert matches(thinking, as_text + answer + right, vocabulary) and matches(plain, answer + right, vocabulary)
     assert not matches(thinking, as_text + right, vocabulary)
@@ -153,14 +198,27 @@ def test_in_harmony_a_header_stands_before_what_must_match(vocabulary: Vocabular
         assert not matches(plain, text, vocabulary)
     for may_think, text in ((True, thought + answer + right), (False, answer + right)):
         parser = AnswerParser(calling.parsing("harmony", "harmony", may_think=may_think))
-        assert [piece.text for piece in [*parser.feed(text), *parser.finish()] if piece.kind != "reasoning"] == ["add", right]
+        assert [piece.text for piece in [*parser.feed(text), *parser.finish()] if piece.kind != "reasoning"] == [
+            "add",
+            right,
+        ]
 
 
 def test_arguments_that_a_schema_does_not_name_are_not_made_up() -> None:
     inner = {"type": "object", "properties": {"x": True}}
-    schema = {"properties": {"a": inner, "b": {"items": inner}, "c": {"allOf": [inner], "properties": {}}, "d": {**inner, "additionalProperties": True}}}
+    schema = {
+        "properties": {
+            "a": inner,
+            "b": {"items": inner},
+            "c": {"allOf": [inner], "properties": {}},
+            "d": {**inner, "additionalProperties": True},
+        }
+    }
     shut = {**inner, "additionalProperties": False}
-    assert closed(schema) == {"properties": {**schema["properties"], "a": shut, "b": {"items": shut}}, "additionalProperties": False}
+    assert closed(schema) == {
+        "properties": {**schema["properties"], "a": shut, "b": {"items": shut}},
+        "additionalProperties": False,
+    }
     for more in (
         {"required": ["y"]},
         {"required": [["x"]]},
@@ -192,7 +250,7 @@ def test_arguments_that_a_schema_does_not_name_are_not_made_up() -> None:
         ({"chat_template": "{{ 1 }}"}, "chat_template", "not allowed here"),
         ({"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message", "exclude"),
     ],
-)  # fmt: skip
+)
 def test_what_can_not_be_is_refused_by_name(body: dict[str, Any], param: str, word: str) -> None:
     with pytest.raises(Invalid, match=word) as error:
         parsed = read(**body)
@@ -204,7 +262,13 @@ def test_all_that_is_wrong_is_named() -> None:
     with pytest.raises(Invalid) as error:
         read(temperature="hot", n=0, mirostat=1, ebnf="2", messages=[{"role": "user"}])
     assert error.value.code == "unknown_parameter" and error.value.param == "mirostat"
-    for words in ("field: mirostat", "field: ebnf", "temperature: ", "n: ", "missing required parameter: messages[0].content"):
+    for words in (
+        "field: mirostat",
+        "field: ebnf",
+        "temperature: ",
+        "n: ",
+        "missing required parameter: messages[0].content",
+    ):
         assert words in str(error.value)
     with pytest.raises(Invalid) as missing:
         parse(ChatCompletionBody, b'{"model": "m"}')
@@ -216,10 +280,24 @@ def test_all_that_is_wrong_is_named() -> None:
 
 def test_an_answer_comes_back_with_its_calls_and_thoughts() -> None:
     call = {"id": "call_1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
-    said = {"role": "assistant", "content": None, "tool_calls": [call], "refusal": None, "annotations": [], "reasoning_content": "Hm.", "audio": None}
-    answered = {"role": "tool", "tool_call_id": "call_1", "content": [{"type": "text", "text": "2", "cache_control": {"type": "ephemeral"}}]}
+    said = {
+        "role": "assistant",
+        "content": None,
+        "tool_calls": [call],
+        "refusal": None,
+        "annotations": [],
+        "reasoning_content": "Hm.",
+        "audio": None,
+    }
+    answered = {
+        "role": "tool",
+        "tool_call_id": "call_1",
+        "content": [{"type": "text", "text": "2", "cache_control": {"type": "ephemeral"}}],
+    }
     broken = {**call, "index": 0, "function": {"name": "add", "arguments": '{"a": '}}
-    messages = [message.to_wire() for message in read(messages=[said, answered, {**said, "tool_calls": [broken]}]).messages]
+    messages = [
+        message.to_wire() for message in read(messages=[said, answered, {**said, "tool_calls": [broken]}]).messages
+    ]
     assert messages == [
         ChatMessage("assistant", "", None, (ToolCall("call_1", "add", '{"a": 1}'),), None, "Hm."),
         ChatMessage("tool", "2", None, (), "call_1"),
@@ -227,21 +305,41 @@ def test_an_answer_comes_back_with_its_calls_and_thoughts() -> None:
     ]
     with pytest.raises(Invalid, match=r"only an assistant calls functions"):
         read(messages=[{**said, "role": "user"}])
-    for kind, words in (("video_url", "video can't be understood"), ("input_audio", "audio can't"), ("thing", "only parts of type text")):
+    for kind, words in (
+        ("video_url", "video can't be understood"),
+        ("input_audio", "audio can't"),
+        ("thing", "only parts of type text"),
+    ):
         with pytest.raises(Invalid, match=words) as error:
-            read(messages=[{"role": "user", "content": [{"type": "text", "text": "x"}, {"type": kind, kind: {"url": "data:"}}]}])
+            read(
+                messages=[
+                    {"role": "user", "content": [{"type": "text", "text": "x"}, {"type": kind, kind: {"url": "data:"}}]}
+                ]
+            )
         assert error.value.param == "messages[0].content[1].type"
 
 
 def test_the_template_is_told_what_the_request_says() -> None:
     body = read(
-        reasoning_effort="none", verbosity="low", chat_template_kwargs={"thinking": True, "x": None}, documents=[{"title": "T"}], continue_final_message=True
+        reasoning_effort="none",
+        verbosity="low",
+        chat_template_kwargs={"thinking": True, "x": None},
+        documents=[{"title": "T"}],
+        continue_final_message=True,
     )
     options = body.chat_options(body.calling(), may_bring_template=False)
-    assert json.loads(options.template_kwargs) == {"reasoning_effort": "none", "verbosity": "low", "enable_thinking": False, "thinking": True, "x": None}
+    assert json.loads(options.template_kwargs) == {
+        "reasoning_effort": "none",
+        "verbosity": "low",
+        "enable_thinking": False,
+        "thinking": True,
+        "x": None,
+    }
     assert json.loads(options.documents) == [{"title": "T"}]
     assert (options.add_generation_prompt, options.continue_final_message) == (False, True)
-    assert read(chat_template="{{ 1 }}").chat_options(read().calling(), may_bring_template=True).chat_template == "{{ 1 }}"
+    assert (
+        read(chat_template="{{ 1 }}").chat_options(read().calling(), may_bring_template=True).chat_template == "{{ 1 }}"
+    )
 
 
 def test_the_salt_is_of_the_key_too() -> None:

@@ -38,7 +38,11 @@ def main() -> None:
 
 
 def build(folder: Path, environment: dict[str, str]) -> Path:
-    subprocess.run([sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", folder, ROOT], check=True, env=environment)
+    subprocess.run(
+        [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", folder, ROOT],
+        check=True,
+        env=environment,
+    )
     (wheel,) = folder.iterdir()
     print(f"built {wheel.name}, {wheel.stat().st_size / 2**20:.1f} MiB")
     return wheel
@@ -46,7 +50,11 @@ def build(folder: Path, environment: dict[str, str]) -> Path:
 
 def check_contents(wheel: Path) -> None:
     listed = subprocess.run(
-        ["git", "ls-files", "--cached", "--others", "--exclude-standard", "services", "shared"], cwd=ROOT, check=True, capture_output=True, text=True
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard", "services", "shared"],
+        cwd=ROOT,
+        check=True,
+        capture_output=True,
+        text=True,
     ).stdout.split("\n")
     expected = {*filter(None, listed), str(LIBRARY.relative_to(ROOT))}
     with zipfile.ZipFile(wheel) as opened:
@@ -56,19 +64,25 @@ def check_contents(wheel: Path) -> None:
 
 
 def check_tag(wheel: Path, folder: Path) -> None:
-    """auditwheel gives a wheel the oldest tags that are right. libgomp is torch's, and the library's flags depend on the instruction set that it finds."""
+    """auditwheel gives a wheel the oldest tags that are right. libgomp is torch's, and the
+    library's flags depend on the instruction set that it finds.
+    """
     programs = Path(sys.executable).parent
     options = ("--exclude", "libgomp.so.1", "--disable-isa-ext-check", "--wheel-dir", folder / "repaired")
     subprocess.run([programs / "auditwheel", "repair", *options, wheel], check=True, env=with_path(programs))
     (repaired,) = (folder / "repaired").iterdir()
     tag = wheel.stem.split("-")[-1]
-    assert tag.startswith("manylinux_2_") and at_least(tag, repaired.stem.split("-")[-1]), f"the tag is {tag}, and auditwheel's {repaired.name}"
+    assert tag.startswith("manylinux_2_") and at_least(tag, repaired.stem.split("-")[-1]), (
+        f"the tag is {tag}, and auditwheel's {repaired.name}"
+    )
     print(f"{tag}: right, says auditwheel")
 
 
 def at_least(tag: str, others: str) -> bool:
     """Whether a manylinux tag promises no more than the oldest of some."""
-    return int(tag.split("_")[2]) >= min(int(other.split("_")[2]) for other in others.split(".") if other.startswith("manylinux_2_"))
+    return int(tag.split("_")[2]) >= min(
+        int(other.split("_")[2]) for other in others.split(".") if other.startswith("manylinux_2_")
+    )
 
 
 def check_instruction_sets(wheel: Path, folder: Path) -> None:
@@ -83,13 +97,24 @@ def check_instruction_sets(wheel: Path, folder: Path) -> None:
 def check_answer(wheel: Path, place: Path) -> None:
     subprocess.run([sys.executable, "-m", "venv", place], check=True)
     python = place / "bin/python"
-    subprocess.run([python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps", wheel], check=True)
-    packages = subprocess.run([python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"], check=True, capture_output=True, text=True).stdout
+    subprocess.run(
+        [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps", wheel], check=True
+    )
+    packages = subprocess.run(
+        [python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"],
+        check=True,
+        capture_output=True,
+        text=True,
+    ).stdout
     # behind the new environment's own, and without what this one's .pth files add: its Penstock is the wheel's
     (Path(packages.strip()) / "others.pth").write_text(sysconfig.get_path("purelib") + "\n")
-    found = subprocess.run([python, "-I", "-c", "import services; print(services.__file__)"], check=True, capture_output=True, text=True).stdout
+    found = subprocess.run(
+        [python, "-I", "-c", "import services; print(services.__file__)"], check=True, capture_output=True, text=True
+    ).stdout
     assert found.startswith(str(place)), f"this is not the wheel's: {found}"
-    subprocess.run([python, HERE / "answers.py", place / "bin/penstock"], check=True, cwd=place, env=with_path(place / "bin"))
+    subprocess.run(
+        [python, HERE / "answers.py", place / "bin/penstock"], check=True, cwd=place, env=with_path(place / "bin")
+    )
 
 
 def with_path(folder: Path) -> dict[str, str]:

@@ -1,4 +1,5 @@
-"""`python tests/wheel/answers.py PENSTOCK`: an installed Penstock answers a request with the demo model, on native kernels, where there is no compiler.
+"""`python tests/wheel/answers.py PENSTOCK`: an installed Penstock answers a request with the demo
+model, on native kernels, where there is no compiler.
 
 It needs nothing but Python, so that it runs in a bare container.
 """

@@ -65,32 +65,81 @@ def f32(*values: float) -> Any:
 
 
 PARAMS = SamplingParams(
-    max_tokens=16, min_tokens=2, temperature=0.5, top_k=40, top_p=0.75, min_p=0.25, seed=1 << 63, stop=("\n\n",), stop_token_ids=(7,), ignore_eos=True,
-    frequency_penalty=0.5, presence_penalty=-0.5, repetition_penalty=1.25, logit_bias={5: -1.5}, logprobs=2, prompt_logprobs=3,
-    allowed_token_ids=(5, 7), bad_words=("no",), bad_words_token_ids=((5,), (6, 7)),
-    dry=DryParams(0.5, base=2.0, allowed_length=3, penalty_last_n=64, sequence_breakers=("\n",)), chain=ChainParams(1.5, 0.5, 0.25, 0.125, 0.75, 2.0),
-    skip_special_tokens=False, include_stop_str_in_output=True, returns_prompt_token_ids=True,
-)  # fmt: skip
+    max_tokens=16,
+    min_tokens=2,
+    temperature=0.5,
+    top_k=40,
+    top_p=0.75,
+    min_p=0.25,
+    seed=1 << 63,
+    stop=("\n\n",),
+    stop_token_ids=(7,),
+    ignore_eos=True,
+    frequency_penalty=0.5,
+    presence_penalty=-0.5,
+    repetition_penalty=1.25,
+    logit_bias={5: -1.5},
+    logprobs=2,
+    prompt_logprobs=3,
+    allowed_token_ids=(5, 7),
+    bad_words=("no",),
+    bad_words_token_ids=((5,), (6, 7)),
+    dry=DryParams(0.5, base=2.0, allowed_length=3, penalty_last_n=64, sequence_breakers=("\n",)),
+    chain=ChainParams(1.5, 0.5, 0.25, 0.125, 0.75, 2.0),
+    skip_special_tokens=False,
+    include_stop_str_in_output=True,
+    returns_prompt_token_ids=True,
+)
 SCHEDULING = SchedulingParams(priority=-1, deadline_at=2.5, group_id="g", cache_salt="salt", tenant_id="tenant-1")
 SCHEDULING_BEFORE = replace(SCHEDULING, tenant_id="")
-CONSTRAINT = Constraint("json_schema", '{"type":"null"}', param="response_format", is_lenient=True, thought_begin="[", thought_end="]")
+CONSTRAINT = Constraint(
+    "json_schema", '{"type":"null"}', param="response_format", is_lenient=True, thought_begin="[", thought_end="]"
+)
 PARAMS_BEFORE = replace(
-    PARAMS, allowed_token_ids=(), bad_words=(), bad_words_token_ids=(), skip_special_tokens=True, dry=None, chain=None, include_stop_str_in_output=False,
+    PARAMS,
+    allowed_token_ids=(),
+    bad_words=(),
+    bad_words_token_ids=(),
+    skip_special_tokens=True,
+    dry=None,
+    chain=None,
+    include_stop_str_in_output=False,
     returns_prompt_token_ids=False,
-)  # fmt: skip
+)
 IMAGE = Image("ab12", 640, 480, 9000, is_low=True)
 MESSAGE = ChatMessage(
-    "assistant", "hi", "ann", (ToolCall("call-1", "add", '{"a":1}'),), tool_call_id="call-0", reasoning="hm", parts=(ContentPart("hi"), ContentPart("", IMAGE))
+    "assistant",
+    "hi",
+    "ann",
+    (ToolCall("call-1", "add", '{"a":1}'),),
+    tool_call_id="call-0",
+    reasoning="hm",
+    parts=(ContentPart("hi"), ContentPart("", IMAGE)),
 )
-CHAT = ChatOptions("[]", documents="[{}]", template_kwargs="{}", chat_template="{{ messages }}", add_generation_prompt=False, continue_final_message=True)
+CHAT = ChatOptions(
+    "[]",
+    documents="[{}]",
+    template_kwargs="{}",
+    chat_template="{{ messages }}",
+    add_generation_prompt=False,
+    continue_final_message=True,
+)
 TRACEPARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 EMBEDDING = EmbeddingParams("mean", 2, is_normalized=False)
-LOGPROB = TokenLogprob("é", b"\xc3\xa9", -0.5, (TopLogprob("a", b"a", -1.25, token_id=6),), text_offset=7, token_id=5, is_end=True)
+LOGPROB = TokenLogprob(
+    "é", b"\xc3\xa9", -0.5, (TopLogprob("a", b"a", -1.25, token_id=6),), text_offset=7, token_id=5, is_end=True
+)
 LOGPROB_BEFORE = replace(LOGPROB, top=(TopLogprob("a", b"a", -1.25),), token_id=-1, is_end=False)
 PROMPT_LOGPROBS = PromptLogprobs(
-    token_ids=i32(3, 4), logprobs=f32(-1.5), ranks=i32(2), top_token_ids=i32(6), top_logprobs=f32(-0.25), spelled_token_ids=i32(3, 4, 6),
-    texts=("a", "é", "c"), text_offsets=i32(0, 1),
-)  # fmt: skip
+    token_ids=i32(3, 4),
+    logprobs=f32(-1.5),
+    ranks=i32(2),
+    top_token_ids=i32(6),
+    top_logprobs=f32(-0.25),
+    spelled_token_ids=i32(3, 4, 6),
+    texts=("a", "é", "c"),
+    text_offsets=i32(0, 1),
+)
 
 GENERATE_NOW = (
     "dc0015a867656e657261746501a57265712d31a9676174657761792d31a56d6f64656cdc00181002cb3fe000000000000028cb3fe8000000000000cb3fd0000000000000cf80"
@@ -109,20 +158,43 @@ GENERATE_BEFORE = (
 )
 GENERATE = Golden(
     GenerateRequest(
-        "req-1", "gateway-1", "model", PARAMS, messages=(MESSAGE,), prompt="text", prompt_token_ids=i32(1, 2), echo=True,
-        created_at=1.5, scheduling=SCHEDULING, constraint=CONSTRAINT, chat=CHAT,
+        "req-1",
+        "gateway-1",
+        "model",
+        PARAMS,
+        messages=(MESSAGE,),
+        prompt="text",
+        prompt_token_ids=i32(1, 2),
+        echo=True,
+        created_at=1.5,
+        scheduling=SCHEDULING,
+        constraint=CONSTRAINT,
+        chat=CHAT,
         encoding=EncodingParams(True, False, 7, return_token_strs=True, keeps_beginning=True),
-        task="tokenize", embedding=EMBEDDING, traceparent=TRACEPARENT, pair="pair", prediction="text",
+        task="tokenize",
+        embedding=EMBEDDING,
+        traceparent=TRACEPARENT,
+        pair="pair",
+        prediction="text",
         modules=(PromptModule("m", 9, (ModulePart(0, i32(1, 2)), ModulePart(2, i32(), "city", "Rome", 7))),),
     ),
     GENERATE_NOW,
     GENERATE_BEFORE,
     {
-        "constraint": None, "chat": ChatOptions(), "params": PARAMS_BEFORE, "messages": (ChatMessage("user", "hi", "ann"),), "encoding": EncodingParams(),
-        "task": "generate", "embedding": None, "traceparent": "", "scheduling": SCHEDULING_BEFORE, "pair": None, "prediction": "",
+        "constraint": None,
+        "chat": ChatOptions(),
+        "params": PARAMS_BEFORE,
+        "messages": (ChatMessage("user", "hi", "ann"),),
+        "encoding": EncodingParams(),
+        "task": "generate",
+        "embedding": None,
+        "traceparent": "",
+        "scheduling": SCHEDULING_BEFORE,
+        "pair": None,
+        "prediction": "",
         "modules": (),
     },
-)  # fmt: skip
+)
 
 TOKENIZED_NOW = (
     "dc0015a9746f6b656e697a656401a57265712d31a9676174657761792d31a56d6f64656cdc00181002cb3fe000000000000028cb3fe8000000000000cb3fd0000000000000cf"
@@ -197,31 +269,69 @@ CANDIDATES_BEFORE = (
     "ffffffff"
 )
 INTRO = SequenceIntro(
-    4, "req-1", "gateway-1", PARAMS, eos_token_ids=(1, 2), num_prompt_tokens=9, prompt_tail=i32(3, 4), echo_text="echo", num_cached_tokens=8,
-    num_decided_tokens=5, prompt_logprobs=PROMPT_LOGPROBS, prompt_token_ids=i32(3, 4), traceparent=TRACEPARENT, tokenized_at=2.5, scheduled_at=3.5,
-    fingerprint="fp_1", prediction_token_ids=i32(3, 5),
-)  # fmt: skip
+    4,
+    "req-1",
+    "gateway-1",
+    PARAMS,
+    eos_token_ids=(1, 2),
+    num_prompt_tokens=9,
+    prompt_tail=i32(3, 4),
+    echo_text="echo",
+    num_cached_tokens=8,
+    num_decided_tokens=5,
+    prompt_logprobs=PROMPT_LOGPROBS,
+    prompt_token_ids=i32(3, 4),
+    traceparent=TRACEPARENT,
+    tokenized_at=2.5,
+    scheduled_at=3.5,
+    fingerprint="fp_1",
+    prediction_token_ids=i32(3, 5),
+)
 CANDIDATES = Golden(
     StepCandidates(
-        "compute-1", 7, (INTRO,), forget=i32(2), handles=i32(4, 5), positions=i32(3, 1), counts=i32(2, 1), token_ids=i32(10, 11, 12),
-        logits=f32(2.5, 1.5, 0.5), logsumexp=f32(3.0, 0.0), num_kept=i32(2, 1), tail_mass=np.array([0.25, 0.0]), tail_token_ids=i32(99, -1),
-        tail_logits=f32(-0.5, 0.0), previous_token_ids=i32(8, -1), temperatures=f32(0.75, -1.0),
+        "compute-1",
+        7,
+        (INTRO,),
+        forget=i32(2),
+        handles=i32(4, 5),
+        positions=i32(3, 1),
+        counts=i32(2, 1),
+        token_ids=i32(10, 11, 12),
+        logits=f32(2.5, 1.5, 0.5),
+        logsumexp=f32(3.0, 0.0),
+        num_kept=i32(2, 1),
+        tail_mass=np.array([0.25, 0.0]),
+        tail_token_ids=i32(99, -1),
+        tail_logits=f32(-0.5, 0.0),
+        previous_token_ids=i32(8, -1),
+        temperatures=f32(0.75, -1.0),
     ),
     CANDIDATES_NOW,
     CANDIDATES_BEFORE,
     {
         "intros": (
             replace(
-                INTRO, params=PARAMS_BEFORE, prompt_token_ids=None, traceparent="", tokenized_at=0.0, scheduled_at=0.0, fingerprint="",
+                INTRO,
+                params=PARAMS_BEFORE,
+                prompt_token_ids=None,
+                traceparent="",
+                tokenized_at=0.0,
+                scheduled_at=0.0,
+                fingerprint="",
                 prediction_token_ids=i32(),
             ),
         ),
         "temperatures": f32(),
     },
-)  # fmt: skip
+)
 
-DECISIONS_NOW = "98a96465636973696f6e7301a973616d706c65722d3107c4080400000005000000c4080300000001000000c4080a000000ffffffffc4020001"
-DECISIONS = Golden(StepDecisions("sampler-1", 7, i32(4, 5), i32(3, 1), token_ids=i32(10, -1), is_finished=np.array([0, 1], np.uint8)), DECISIONS_NOW)
+DECISIONS_NOW = (
+    "98a96465636973696f6e7301a973616d706c65722d3107c4080400000005000000c4080300000001000000c4080a000000ffffffffc4020001"
+)
+DECISIONS = Golden(
+    StepDecisions("sampler-1", 7, i32(4, 5), i32(3, 1), token_ids=i32(10, -1), is_finished=np.array([0, 1], np.uint8)),
+    DECISIONS_NOW,
+)
 
 TOKEN_NOW = (
     "dc0013a5746f6b656e01a57265712d31032aa2c3a909089197a2c3a9c402c3a9cbbfe00000000000009194a161c40161cbbff4000000000000060705c3a473746f70a20a0a94"
@@ -236,17 +346,36 @@ TOKEN_BEFORE = (
 )
 TOKEN = Golden(
     TokenEvent(
-        "req-1", 3, 42, "é", num_prompt_tokens=9, num_cached_tokens=8, logprobs=(LOGPROB,), finish_reason="stop", stop_reason="\n\n",
-        error=RequestError("no", 400, "stop", "bad"), withheld=LOGPROB, prompt_logprobs=PROMPT_LOGPROBS,
-        prompt_token_ids=i32(3, 4), embedding=f32(0.5, -2.0), draw="gumbel-1", fingerprint="fp_1", prediction_tokens=(4, 2),
+        "req-1",
+        3,
+        42,
+        "é",
+        num_prompt_tokens=9,
+        num_cached_tokens=8,
+        logprobs=(LOGPROB,),
+        finish_reason="stop",
+        stop_reason="\n\n",
+        error=RequestError("no", 400, "stop", "bad"),
+        withheld=LOGPROB,
+        prompt_logprobs=PROMPT_LOGPROBS,
+        prompt_token_ids=i32(3, 4),
+        embedding=f32(0.5, -2.0),
+        draw="gumbel-1",
+        fingerprint="fp_1",
+        prediction_tokens=(4, 2),
     ),
     TOKEN_NOW,
     TOKEN_BEFORE,
     {
-        "prompt_token_ids": None, "embedding": None, "draw": None, "fingerprint": "", "logprobs": (LOGPROB_BEFORE,), "withheld": LOGPROB_BEFORE,
+        "prompt_token_ids": None,
+        "embedding": None,
+        "draw": None,
+        "fingerprint": "",
+        "logprobs": (LOGPROB_BEFORE,),
+        "withheld": LOGPROB_BEFORE,
         "prediction_tokens": (),
     },
-)  # fmt: skip
+)
 
 EVENTS_NOW = (
     "94a66576656e74730192c4b59ea5746f6b656e01a57265712d31032aa2c3a909089195a2c3a9c402c3a9cbbfe00000000000009193a161c40161cbbff400000000000007a473"
@@ -261,12 +390,17 @@ EVENTS_BEFORE = (
 )
 EVENT = bytes.fromhex(EVENTS_BEFORE)[12:-3]  # any bytes: an event of an older version
 EVENTS = Golden(
-    StepEvents((EVENT, b"\x00"), moments=(Moments("req-1", 1, 2.5, 3.5, 4.5, "compute-1", sampler_id="sampler-1"),)), EVENTS_NOW, EVENTS_BEFORE, {"moments": ()}
+    StepEvents((EVENT, b"\x00"), moments=(Moments("req-1", 1, 2.5, 3.5, 4.5, "compute-1", sampler_id="sampler-1"),)),
+    EVENTS_NOW,
+    EVENTS_BEFORE,
+    {"moments": ()},
 )
 
 CONTROL_NOW = "96a7636f6e74726f6c01a661747461636892a57265712d31a57265712d32a9676174657761792d3203"
 CONTROL_BEFORE = "95a7636f6e74726f6c01a661747461636892a57265712d31a57265712d32a9676174657761792d32"
-CONTROL = Golden(Control("attach", ("req-1", "req-2"), "gateway-2", generation=3), CONTROL_NOW, CONTROL_BEFORE, {"generation": 0})
+CONTROL = Golden(
+    Control("attach", ("req-1", "req-2"), "gateway-2", generation=3), CONTROL_NOW, CONTROL_BEFORE, {"generation": 0}
+)
 
 OFFER = Golden(Offer("5-0"), "93a56f6666657201a3352d30")
 ENCODE = Golden(EncodeImage("req-1", IMAGE), "94a6656e636f646501a57265712d3195a461623132cd0280cd01e0cd2328c3")
@@ -321,15 +455,49 @@ VIEW_BEFORE = (
     "0000cb400c000000000000cb4012000000000000"
 )
 SEEN = SequenceView(
-    "req-1", True, "sampler-1", -1, num_prompt_tokens=9, num_cached_tokens=8, num_computed_tokens=11, num_output_tokens=3,
-    num_undecided_tokens=1, num_preemptions=2, num_blocks=4, block_runs=(5, 2, 9, 1), created_at=1.5, tokenized_at=2.5, taken_at=3.5,
-    scheduled_at=4.5, num_accepted_tokens=2,
-)  # fmt: skip
+    "req-1",
+    True,
+    "sampler-1",
+    -1,
+    num_prompt_tokens=9,
+    num_cached_tokens=8,
+    num_computed_tokens=11,
+    num_output_tokens=3,
+    num_undecided_tokens=1,
+    num_preemptions=2,
+    num_blocks=4,
+    block_runs=(5, 2, 9, 1),
+    created_at=1.5,
+    tokenized_at=2.5,
+    taken_at=3.5,
+    scheduled_at=4.5,
+    num_accepted_tokens=2,
+)
 VIEW = Golden(
-    ComputeView("compute-1", block_size=16, num_blocks=100, num_held_blocks=7, num_cached_blocks=3, num_sequences=2, sequences=(SEEN,)),
+    ComputeView(
+        "compute-1",
+        block_size=16,
+        num_blocks=100,
+        num_held_blocks=7,
+        num_cached_blocks=3,
+        num_sequences=2,
+        sequences=(SEEN,),
+    ),
     VIEW_NOW,
     VIEW_BEFORE,
     {"sequences": (replace(SEEN, num_accepted_tokens=0),)},
 )
 
-GOLDEN: tuple[Golden, ...] = (GENERATE, TOKENIZED, CANDIDATES, DECISIONS, TOKEN, EVENTS, CONTROL, OFFER, ENCODE, REPLICA, VIEW)
+GOLDEN: tuple[Golden, ...] = (
+    GENERATE,
+    TOKENIZED,
+    CANDIDATES,
+    DECISIONS,
+    TOKEN,
+    EVENTS,
+    CONTROL,
+    OFFER,
+    ENCODE,
+    REPLICA,
+    VIEW,
+)

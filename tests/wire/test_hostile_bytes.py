@@ -1,4 +1,6 @@
-"""Whatever is read from Redis is a message, or is refused as Invalid: nothing else is raised by bytes, and nothing is taken that no stage could have sent."""
+"""Whatever is read from Redis is a message, or is refused as Invalid: nothing else is raised by
+bytes, and nothing is taken that no stage could have sent.
+"""
 
 from typing import Any
 
@@ -12,9 +14,22 @@ from shared.wire.messages import TAGS, decode
 from tests.examples import examples
 from tests.wire.golden import GOLDEN
 
-NUMBERS = st.one_of(st.integers(-(1 << 63), (1 << 64) - 1), st.floats(), st.sampled_from([0, -1, 1 << 31, 1 << 32, 1 << 62]))
-LEAVES = st.one_of(st.none(), st.booleans(), NUMBERS, st.text(max_size=8), st.binary(max_size=24), st.builds(msgpack.Timestamp, st.just(1)))
-VALUES = st.recursive(LEAVES, lambda inner: st.one_of(st.lists(inner, max_size=4), st.dictionaries(LEAVES, inner, max_size=3)), max_leaves=8)
+NUMBERS = st.one_of(
+    st.integers(-(1 << 63), (1 << 64) - 1), st.floats(), st.sampled_from([0, -1, 1 << 31, 1 << 32, 1 << 62])
+)
+LEAVES = st.one_of(
+    st.none(),
+    st.booleans(),
+    NUMBERS,
+    st.text(max_size=8),
+    st.binary(max_size=24),
+    st.builds(msgpack.Timestamp, st.just(1)),
+)
+VALUES = st.recursive(
+    LEAVES,
+    lambda inner: st.one_of(st.lists(inner, max_size=4), st.dictionaries(LEAVES, inner, max_size=3)),
+    max_leaves=8,
+)
 
 
 def places(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:

@@ -1,4 +1,6 @@
-"""The codec: what is sent is what arrives, what is wrong is named, and the bytes of this version and the one before decode."""
+"""The codec: what is sent is what arrives, what is wrong is named, and the bytes of this version
+and the one before decode.
+"""
 
 from typing import Any
 
@@ -12,7 +14,18 @@ from msgspec.structs import astuple, fields, replace
 
 from shared.model.sampling_params import SamplingParams
 from shared.process.errors import Invalid
-from shared.wire.messages import TAGS, ChatMessage, Control, GenerateRequest, RequestError, StepCandidates, StepDecisions, TokenEvent, decode, encode
+from shared.wire.messages import (
+    TAGS,
+    ChatMessage,
+    Control,
+    GenerateRequest,
+    RequestError,
+    StepCandidates,
+    StepDecisions,
+    TokenEvent,
+    decode,
+    encode,
+)
 from shared.wire.registry import decode_replicas
 from shared.wire.replica import Replica
 from tests.wire.golden import CANDIDATES, GENERATE, GOLDEN, LOGPROB, PROMPT_LOGPROBS, REPLICA, Golden, f32, i32
@@ -47,7 +60,9 @@ def test_every_message_has_golden_bytes_with_every_field_set() -> None:
     for message in (golden.message for golden in GOLDEN):
         for each in fields(message):
             if each.default is not NODEFAULT:
-                assert plain(getattr(message, each.name)) != plain(each.default), f"{type(message).__name__}.{each.name}"
+                assert plain(getattr(message, each.name)) != plain(each.default), (
+                    f"{type(message).__name__}.{each.name}"
+                )
 
 
 def test_defaults_at_the_end_are_not_written() -> None:
@@ -62,9 +77,13 @@ def test_defaults_at_the_end_are_not_written() -> None:
 def test_the_first_bytes_ever_written_decode() -> None:
     control = bytes.fromhex("95a7636f6e74726f6c01a663616e63656c92a161a162c0")
     assert decode(Control, control) == Control("cancel", ("a", "b"))
-    decisions = bytes.fromhex("98a96465636973696f6e7301a17303c4080100000002000000c4080500000006000000c40807000000ffffffffc4020001")
+    decisions = bytes.fromhex(
+        "98a96465636973696f6e7301a17303c4080100000002000000c4080500000006000000c40807000000ffffffffc4020001"
+    )
     handles, positions, token_ids = (np.array(values, np.int32) for values in ([1, 2], [5, 6], [7, -1]))
-    assert plain(decode(StepDecisions, decisions)) == plain(StepDecisions("s", 3, handles, positions, token_ids, np.array([0, 1], np.uint8)))
+    assert plain(decode(StepDecisions, decisions)) == plain(
+        StepDecisions("s", 3, handles, positions, token_ids, np.array([0, 1], np.uint8))
+    )
 
 
 @pytest.mark.parametrize("golden", GOLDEN, ids=name_of)
@@ -76,7 +95,10 @@ def test_bytes_that_are_cut_off_or_followed_by_others_are_refused(golden: Golden
 
 
 @given(
-    text=st.text(), position=st.integers(0, 1 << 31), reason=st.sampled_from([None, "stop", "length"]), stop=st.one_of(st.none(), st.text(), st.integers(0, 9))
+    text=st.text(),
+    position=st.integers(0, 1 << 31),
+    reason=st.sampled_from([None, "stop", "length"]),
+    stop=st.one_of(st.none(), st.text(), st.integers(0, 9)),
 )
 def test_token_events_survive(text: str, position: int, reason: str | None, stop: str | int | None) -> None:
     event = TokenEvent("r", position, 5, text, 1, 2, (LOGPROB,), reason, stop, RequestError("no", 400, "x"), LOGPROB)  # type: ignore[arg-type]
@@ -85,7 +107,9 @@ def test_token_events_survive(text: str, position: int, reason: str | None, stop
 
 def test_requests_survive_with_arrays_as_raw_bytes() -> None:
     params = SamplingParams(max_tokens=5, stop=("a",), logit_bias={3: -1.5}, seed=(1 << 64) - 1, logprobs=2)
-    chat = GenerateRequest("r", None, "m", params, messages=(ChatMessage("user", "hi"), ChatMessage("user", "x", "name")))
+    chat = GenerateRequest(
+        "r", None, "m", params, messages=(ChatMessage("user", "hi"), ChatMessage("user", "x", "name"))
+    )
     assert decode(GenerateRequest, encode(chat)) == chat
     ids = GenerateRequest("r", "g", "m", params, prompt_token_ids=np.arange(100_000, dtype=np.int32))
     packed = encode(ids)
@@ -125,10 +149,16 @@ def test_a_wrong_value_is_named_with_the_fields_around_it() -> None:
 @pytest.mark.parametrize(
     "wrong",
     [
-        {"positions": [3]}, {"counts": [2]}, {"tail_token_ids": [1, 2, 3]}, {"previous_token_ids": [8]}, {"counts": [3, 0]}, {"counts": [2, 2]},
-        {"positions": [0, 1]}, {"token_ids": [10, 11]},
+        {"positions": [3]},
+        {"counts": [2]},
+        {"tail_token_ids": [1, 2, 3]},
+        {"previous_token_ids": [8]},
+        {"counts": [3, 0]},
+        {"counts": [2, 2]},
+        {"positions": [0, 1]},
+        {"token_ids": [10, 11]},
     ],
-)  # fmt: skip
+)
 def test_candidates_whose_columns_do_not_fit_are_refused(wrong: dict[str, list[int]]) -> None:
     """As they come in: the bytes of such a step are made by hand."""
     packed = msgpack.unpackb(bytes.fromhex(CANDIDATES.now), strict_map_key=False)
@@ -142,10 +172,18 @@ def test_candidates_whose_columns_do_not_fit_are_refused(wrong: dict[str, list[i
 @pytest.mark.parametrize(
     "wrong",
     [
-        {"token_ids": i32(3)}, {"token_ids": i32(*range(9))}, {"ranks": i32()}, {"ranks": i32(*range(9))}, {"top_token_ids": i32(6, 7)},
-        {"top_logprobs": f32()}, {"texts": ("a",)}, {"texts": ("a",) * 9}, {"text_offsets": i32(0)}, {"text_offsets": i32(*range(9))},
+        {"token_ids": i32(3)},
+        {"token_ids": i32(*range(9))},
+        {"ranks": i32()},
+        {"ranks": i32(*range(9))},
+        {"top_token_ids": i32(6, 7)},
+        {"top_logprobs": f32()},
+        {"texts": ("a",)},
+        {"texts": ("a",) * 9},
+        {"text_offsets": i32(0)},
+        {"text_offsets": i32(*range(9))},
     ],
-)  # fmt: skip
+)
 def test_logprobs_of_a_prompt_whose_columns_do_not_fit_are_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(Invalid, match="PromptLogprobs: "):
         replace(PROMPT_LOGPROBS, **wrong)
@@ -167,14 +205,21 @@ def test_a_constraint_of_the_version_before_knows_no_thoughts() -> None:
     """A gateway of that version beside newer stages: its constraint is shorter."""
     message = GENERATE.message
     assert isinstance(message, GenerateRequest) and message.constraint is not None
-    shorter = [each[:4] if isinstance(each, list) and each[:1] == ["json_schema"] else each for each in msgpack.unpackb(encode(message), strict_map_key=False)]
+    shorter = [
+        each[:4] if isinstance(each, list) and each[:1] == ["json_schema"] else each
+        for each in msgpack.unpackb(encode(message), strict_map_key=False)
+    ]
     decoded = decode(GenerateRequest, msgpack.packb(shorter))
     assert decoded.constraint == replace(message.constraint, thought_begin="", thought_end="")
 
 
 def test_an_announcement_of_a_newer_version_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
     """It comes again each second, to every process."""
-    announced = [("compute:of-tomorrow", msgpack.packb(["replica", 99])), ("compute:now", bytes.fromhex(REPLICA.now)), ("compute:dead", None)]
+    announced = [
+        ("compute:of-tomorrow", msgpack.packb(["replica", 99])),
+        ("compute:now", bytes.fromhex(REPLICA.now)),
+        ("compute:dead", None),
+    ]
     for _ in range(3):
         assert decode_replicas(announced) == (REPLICA.message,)
     assert sum("does not decode" in record.getMessage() for record in caplog.records) == 1
@@ -182,9 +227,19 @@ def test_an_announcement_of_a_newer_version_is_told_once(caplog: pytest.LogCaptu
 
 # as compute of the version before announces itself: its load was a map of any names to numbers
 LOAD_BEFORE = {
-    "running": 2, "waiting": 0, "max_num_seqs": 64, "kv_cache_usage": 0.5, "step_cost_fixed_s": 0.25, "steps": 7, "iteration_tokens": 9,
-    "step_schedule_s": 0.5, "step_wait_s": 1.5, "iteration_tokens_1": 6.0, "iteration_tokens_8": 1.0, "iteration_tokens_inf": 0.0,
-}  # fmt: skip
+    "running": 2,
+    "waiting": 0,
+    "max_num_seqs": 64,
+    "kv_cache_usage": 0.5,
+    "step_cost_fixed_s": 0.25,
+    "steps": 7,
+    "iteration_tokens": 9,
+    "step_schedule_s": 0.5,
+    "step_wait_s": 1.5,
+    "iteration_tokens_1": 6.0,
+    "iteration_tokens_8": 1.0,
+    "iteration_tokens_inf": 0.0,
+}
 
 
 def with_load(load: Any) -> bytes:
@@ -209,7 +264,17 @@ def test_figures_of_a_load_that_only_a_newer_version_knows_are_passed_over() -> 
 
 
 @pytest.mark.parametrize(
-    "wrong", [None, [], "x", {"running": "2"}, {"running": True}, {"steps": None}, {"step_wait_s": float("nan")}, {"iteration_tokens_8": "1"}]
+    "wrong",
+    [
+        None,
+        [],
+        "x",
+        {"running": "2"},
+        {"running": True},
+        {"steps": None},
+        {"step_wait_s": float("nan")},
+        {"iteration_tokens_8": "1"},
+    ],
 )
 def test_a_load_with_something_else_than_numbers_is_refused(wrong: Any) -> None:
     with pytest.raises(Invalid, match="replica.load: expected"):

@@ -16,9 +16,16 @@ from shared.wire.redis_urls import DiscoveryUrl, parse_named
 from shared.wire.transport import connect
 
 WRONG = [
-    "redis+sentinel://one:1001", "redis+sentinel:///main/0", "redis+sentinel://one:x/main/0", "redis+sentinel://one/main/x",
-    "redis+cluster://one", "redis+cluster://one/Big", "redis+cluster://one/a/0", "redis+cluster:///a", "redis+cluster://one/{a}",
-]  # fmt: skip
+    "redis+sentinel://one:1001",
+    "redis+sentinel:///main/0",
+    "redis+sentinel://one:x/main/0",
+    "redis+sentinel://one/main/x",
+    "redis+cluster://one",
+    "redis+cluster://one/Big",
+    "redis+cluster://one/a/0",
+    "redis+cluster:///a",
+    "redis+cluster://one/{a}",
+]
 URL = "redis+sentinel://me:p%40ss@one:1001,two,[::1]:1003/main/3"
 
 
@@ -42,14 +49,20 @@ def test_with_tls_the_sentinels_are_asked_with_tls_too() -> None:
     found = parsed(url)
     assert found.has_tls and found.own_options["ssl"] and found.own_options["ssl_ca_certs"] == "/ca.pem"
     pool = connect(url).connection_pool
-    assert issubclass(pool.connection_class, SentinelManagedConnection) and issubclass(pool.connection_class, SSLConnection)
+    assert issubclass(pool.connection_class, SentinelManagedConnection) and issubclass(
+        pool.connection_class, SSLConnection
+    )
     assert pool.connection_kwargs["ssl_ca_certs"] == "/ca.pem"
 
 
 def test_clients_of_asyncio_wait_for_one_of_so_many_connections() -> None:
     pool = connect_async(StageSettings(redis_url=URL)).connection_pool
     assert isinstance(pool, PrimaryPool) and (pool.service_name, pool.max_connections) == ("main", MAX_CONNECTIONS)
-    assert [each.connection_pool.connection_kwargs["host"] for each in pool.sentinel_manager.sentinels] == ["one", "two", "::1"]
+    assert [each.connection_pool.connection_kwargs["host"] for each in pool.sentinel_manager.sentinels] == [
+        "one",
+        "two",
+        "::1",
+    ]
 
 
 def test_options_of_the_url_come_before_our_own() -> None:
@@ -60,16 +73,28 @@ def test_options_of_the_url_come_before_our_own() -> None:
 
 def test_a_cluster_is_asked_as_whoever_uses_it_and_every_key_has_the_cells_tag() -> None:
     found = parsed("rediss+cluster://me:secret@one:1001,two/my-cell?ssl_ca_certs=/ca.pem")
-    assert found.addresses == (("one", 1001), ("two", 6379)) and (found.cell, found.service, found.prefix) == ("my-cell", "", "{my-cell}:")
-    assert found.own_options["username"] == "me" and found.own_options["password"] == "secret" and found.own_options["ssl"]
+    assert found.addresses == (("one", 1001), ("two", 6379)) and (found.cell, found.service, found.prefix) == (
+        "my-cell",
+        "",
+        "{my-cell}:",
+    )
+    assert (
+        found.own_options["username"] == "me" and found.own_options["password"] == "secret" and found.own_options["ssl"]
+    )
     assert parse_named("redis://one:1001/0") is None and parsed("redis+sentinel://one/main").prefix == ""
 
 
-@pytest.mark.parametrize(("url", "prefix"), [("redis+cluster://one/a", "{a}:celery:"), (URL, "celery:"), ("redis://one/0", "celery:")])
+@pytest.mark.parametrize(
+    ("url", "prefix"), [("redis+cluster://one/a", "{a}:celery:"), (URL, "celery:"), ("redis://one/0", "celery:")]
+)
 def test_celery_connects_as_all_others_do(url: str, prefix: str, caplog: pytest.LogCaptureFixture) -> None:
     queue: Celery = make_queue(url)
     options = queue.conf.broker_transport_options
-    assert options[JOBS_URL] == url and options["global_keyprefix"] == prefix and queue.connection_for_write().transport_cls is JobTransport
+    assert (
+        options[JOBS_URL] == url
+        and options["global_keyprefix"] == prefix
+        and queue.connection_for_write().transport_cls is JobTransport
+    )
     assert queue.connection_for_write().as_uri() and not caplog.records, "kombu warns of no missing host"
 
 

@@ -1,4 +1,6 @@
-"""Each script of shared/wire/scripts at a real server: what it writes, refuses and returns, and how long its keys live."""
+"""Each script of shared/wire/scripts at a real server: what it writes, refuses and returns, and how
+long its keys live.
+"""
 
 import asyncio
 import re
@@ -118,16 +120,50 @@ def test_an_asynchronous_client_sends_a_script_whole_if_redis_does_not_know_it(u
 # a response: what submit.lua takes, give_back.lua gives back
 
 
-def submit(client: Any, response: str = "resp_1", *, cell: str = "", num: int = 2, stored: bytes = b"asked", tenant: str = "t", **other: Any) -> Any:
+def submit(
+    client: Any,
+    response: str = "resp_1",
+    *,
+    cell: str = "",
+    num: int = 2,
+    stored: bytes = b"asked",
+    tenant: str = "t",
+    **other: Any,
+) -> Any:
     asked = {
-        "stream": "requests:m", "gateway": "gateway-1", "ttl": RUNNING_LOG_TTL_S, "max_requests": 10, "max_tokens": 1000, "tokens": 30 * num,
-        "charge": None, "max_size": 1000, "size": 100, "keeps": 0, "requests": [[f"{response}.{index}", 30] for index in range(num)],
-    } | other  # fmt: skip
+        "stream": "requests:m",
+        "gateway": "gateway-1",
+        "ttl": RUNNING_LOG_TTL_S,
+        "max_requests": 10,
+        "max_tokens": 1000,
+        "tokens": 30 * num,
+        "charge": None,
+        "max_size": 1000,
+        "size": 100,
+        "keeps": 0,
+        "requests": [[f"{response}.{index}", 30] for index in range(num)],
+    } | other
     keys = [
-        inflight_key("m"), response_key(response), stored_key(response), open_key(response), shares_key("m"), images_key(response),
-        quota_key(tenant), running_key(tenant), held_key(tenant), log_key(f"{response}.0"),
-    ]  # fmt: skip
-    return run(client, "submit", [cell + key for key in keys], table(**asked), b"record", stored, *(b"message %d" % index for index in range(num)))
+        inflight_key("m"),
+        response_key(response),
+        stored_key(response),
+        open_key(response),
+        shares_key("m"),
+        images_key(response),
+        quota_key(tenant),
+        running_key(tenant),
+        held_key(tenant),
+        log_key(f"{response}.0"),
+    ]
+    return run(
+        client,
+        "submit",
+        [cell + key for key in keys],
+        table(**asked),
+        b"record",
+        stored,
+        *(b"message %d" % index for index in range(num)),
+    )
 
 
 def end(client: Any, request: str, *, cell: str = "", is_refused: bool = False, gateway: str = "gateway-1") -> None:
@@ -147,9 +183,16 @@ def test_what_submit_takes_the_last_end_gives_back(cell: str, client: Any) -> No
     account = cell + held_key("t")
     assert client.hgetall(cell + inflight_key("m")) == {b"": b"60", b"resp_1.0": b"30", b"resp_1.1": b"30"}
     assert client.hgetall(cell + shares_key("m")) == {account.encode(): b"2", f"{account} tokens".encode(): b"60"}
-    assert client.hgetall(cell + open_key("resp_1")) == {b"left": b"2", b"account": account.encode(), b"size": b"100", b"keeps": b"0"}
+    assert client.hgetall(cell + open_key("resp_1")) == {
+        b"left": b"2",
+        b"account": account.encode(),
+        b"size": b"100",
+        b"keeps": b"0",
+    }
     assert client.zrange(account, 0, -1) == [b"100/resp_1"] and client.get(held_bytes_key(account)) == b"100"
-    assert client.hgetall(cell + running_key("t")) == dict.fromkeys([b"resp_1.0", b"resp_1.1"], (cell + inflight_key("m")).encode())
+    assert client.hgetall(cell + running_key("t")) == dict.fromkeys(
+        [b"resp_1.0", b"resp_1.1"], (cell + inflight_key("m")).encode()
+    )
     assert (client.get(cell + response_key("resp_1")), client.get(cell + stored_key("resp_1"))) == (b"record", b"asked")
     assert [values for _, values in client.xrange(cell + "requests:m")] == [
         {b"m": b"message %d" % index, b"r": b"resp_1.%d" % index, b"g": b"gateway-1"} for index in range(2)
@@ -162,15 +205,35 @@ def test_what_submit_takes_the_last_end_gives_back(cell: str, client: Any) -> No
     end(client, "resp_1.0", cell=cell)
     end(client, "resp_1.0", cell=cell)
     assert client.hgetall(cell + inflight_key("m")) == {b"": b"30", b"resp_1.1": b"30"}, "once"
-    assert client.hget(cell + open_key("resp_1"), "left") == b"1" and client.ttl(cell + response_key("resp_1")) > LOG_TTL_S
+    assert (
+        client.hget(cell + open_key("resp_1"), "left") == b"1" and client.ttl(cell + response_key("resp_1")) > LOG_TTL_S
+    )
     end(client, "resp_1.1", cell=cell)
-    assert client.zrange(account, 0, -1) == [b"5/resp_1"] and client.get(held_bytes_key(account)) == b"5", "what stays stored"
+    assert client.zrange(account, 0, -1) == [b"5/resp_1"] and client.get(held_bytes_key(account)) == b"5", (
+        "what stays stored"
+    )
     ended = lifetimes(client)
     assert all(key.startswith(cell) for key in ended)
-    kept = {log_key("resp_1.0"), log_key("resp_1.1"), response_key("resp_1"), stored_key("resp_1"), reader_key("resp_1")}
-    rest = {"requests:m", "events:gateway-2", quota_key("t"), running_key("t"), held_key("t"), held_bytes_key(held_key("t"))}
+    kept = {
+        log_key("resp_1.0"),
+        log_key("resp_1.1"),
+        response_key("resp_1"),
+        stored_key("resp_1"),
+        reader_key("resp_1"),
+    }
+    rest = {
+        "requests:m",
+        "events:gateway-2",
+        quota_key("t"),
+        running_key("t"),
+        held_key("t"),
+        held_bytes_key(held_key("t")),
+    }
     assert ended.keys() == {cell + key for key in kept | rest}, "no more of it, nor of its images"
-    assert all(0 < ended[cell + key] <= LOG_TTL_S for key in kept) and 0 < ended[cell + "events:gateway-2"] <= REPLICA_STREAM_TTL_S
+    assert (
+        all(0 < ended[cell + key] <= LOG_TTL_S for key in kept)
+        and 0 < ended[cell + "events:gateway-2"] <= REPLICA_STREAM_TTL_S
+    )
 
 
 def test_of_a_refused_response_little_stays_stored(client: Any) -> None:
@@ -192,11 +255,14 @@ def test_a_response_is_submitted_once(client: Any) -> None:
 @pytest.mark.parametrize(
     ("other", "refusal"),
     [
-        ({"max_requests": 3}, [b"full", 2, 60]), ({"max_tokens": 100}, [b"full", 2, 60]), ({"size": 901}, [b"held", 100, RUNNING_LOG_TTL_S]),
-        ({"charge": LIMITS | {"requests": 61}}, [b"requests", 1000]), ({"charge": LIMITS | {"tokens": 610}}, [b"tokens", 1000]),
+        ({"max_requests": 3}, [b"full", 2, 60]),
+        ({"max_tokens": 100}, [b"full", 2, 60]),
+        ({"size": 901}, [b"held", 100, RUNNING_LOG_TTL_S]),
+        ({"charge": LIMITS | {"requests": 61}}, [b"requests", 1000]),
+        ({"charge": LIMITS | {"tokens": 610}}, [b"tokens", 1000]),
         ({"charge": LIMITS}, [b"concurrency", 1000]),
     ],
-)  # fmt: skip
+)
 def test_a_refusal_says_why_and_changes_nothing(other: dict[str, Any], refusal: list[Any], client: Any) -> None:
     submit(client, charge=LIMITS | {"requests": 0, "tokens": 0})
     before = {key: client.dump(key) for key in client.keys("*") if key != b"quota:t"}
@@ -208,7 +274,10 @@ def test_a_refusal_says_why_and_changes_nothing(other: dict[str, Any], refusal: 
 def test_a_tenant_with_less_than_an_even_share_is_admitted_to_a_full_pipeline(client: Any) -> None:
     submit(client, num=10)
     assert submit(client, "resp_2")[1][0] == b"full"
-    assert submit(client, "resp_3", num=5, tenant="other") == [[]] and submit(client, "resp_4", num=1, tenant="other")[1][0] == b"full"
+    assert (
+        submit(client, "resp_3", num=5, tenant="other") == [[]]
+        and submit(client, "resp_4", num=1, tenant="other")[1][0] == b"full"
+    )
 
 
 def test_an_account_forgets_what_has_expired_or_was_lost(client: Any) -> None:
@@ -227,7 +296,11 @@ def test_stored_data_is_rewritten_and_deleted_with_its_account(client: Any) -> N
     run(client, "rewrite_stored", [*keys, "missing"], "resp_1", 5, "without what it needs")
     assert client.get(keys[1]) == b"asked"
     run(client, "rewrite_stored", keys, "resp_1", 5, "asked more")
-    assert client.get(keys[1]) == b"asked more" and client.zrange(keys[0], 0, -1) == [b"10/resp_1"] and client.get(held_bytes_key(keys[0])) == b"10"
+    assert (
+        client.get(keys[1]) == b"asked more"
+        and client.zrange(keys[0], 0, -1) == [b"10/resp_1"]
+        and client.get(held_bytes_key(keys[0])) == b"10"
+    )
     assert DAY_S - 60 < client.ttl(keys[1]) <= DAY_S
     run(client, "delete_stored", keys, "resp_1")
     assert client.keys("*") == [held_bytes_key(keys[0]).encode()] and client.get(held_bytes_key(keys[0])) == b"0"
@@ -248,7 +321,9 @@ def test_a_bucket_is_charged_refunded_and_fills(client: Any) -> None:
     keys = [quota_key("t"), running_key("t")]
     asked = table(charge=LIMITS, requests=["a.0", "a.1"], place="@c 0 m", ttl=DAY_S)
     assert run(client, "charge", keys, asked)[0][:2] == [59, 590]
-    assert client.hgetall(keys[1]) == {b"a.0": b"@c 0 m", b"a.1": b"@c 0 m"} and DAY_S - 60 < client.ttl(keys[1]) <= DAY_S
+    assert (
+        client.hgetall(keys[1]) == {b"a.0": b"@c 0 m", b"a.1": b"@c 0 m"} and DAY_S - 60 < client.ttl(keys[1]) <= DAY_S
+    )
     assert run(client, "charge", keys, asked)[1] == [b"concurrency", 1000], "places of another cell are not looked at"
     run(client, "refund", keys, 1, 10, "a.0", "a.1")
     assert not client.exists(keys[1]) and float(client.hget(keys[0], "requests")) == pytest.approx(60, abs=0.5)
@@ -278,7 +353,9 @@ def test_a_step_goes_to_its_logs_and_then_to_its_readers(client: Any) -> None:
     submit(client, num=1)
     message = ("events:gateway-1", b"step")
     assert step(client, ("resp_1.0", 1, b"\xff1", False), messages=(message,)) == []
-    assert client.xrange(log_key("resp_1.0")) == [(b"1-0", {b"m": b"\xff1"})] and client.ttl(log_key("resp_1.0")) > DAY_S
+    assert (
+        client.xrange(log_key("resp_1.0")) == [(b"1-0", {b"m": b"\xff1"})] and client.ttl(log_key("resp_1.0")) > DAY_S
+    )
     assert step(client, ("resp_1.0", 3, b"3", False), messages=(message,)) == [[1, None]]
     refused = step(client, ("resp_1.0", 1, b"other", False), ("resp_1.0", 2, b"2", False), messages=(message,))
     assert refused == [[1, [b"1-0", b"\xff1"]], [2, [b"", b""]]]
@@ -293,7 +370,9 @@ def test_a_step_goes_to_its_logs_and_then_to_its_readers(client: Any) -> None:
 def test_an_end_stands_behind_the_tokens_and_goes_to_the_reader(client: Any) -> None:
     step(client, ("resp_1.0", 1, b"1", False))
     end(client, "resp_1.0", gateway="")
-    assert client.xrange(log_key("resp_1.0"))[-1] == (b"1-1", {b"m": b"event", b"e": b"1"}) and not client.keys("events:*")
+    assert client.xrange(log_key("resp_1.0"))[-1] == (b"1-1", {b"m": b"event", b"e": b"1"}) and not client.keys(
+        "events:*"
+    )
     client.hset(reader_key("resp_1"), "gateway", "gateway-2")
     end(client, "resp_1.0")
     assert client.xlen(log_key("resp_1.0")) == 2
@@ -306,14 +385,29 @@ def test_what_no_replica_takes_is_found_and_ended(client: Any) -> None:
     entries = client.xrange("requests:m")
     waiting = [[entry_id, b"resp_1.%d" % index, b"gateway-1"] for index, (entry_id, _) in enumerate(entries)]
     assert run(client, "find_waiting", ["requests:m"], "tokenizer", 0, 9) == waiting
-    assert run(client, "find_waiting", ["requests:m"], "tokenizer", 60_000, 9) == run(client, "find_waiting", ["nothing"], "tokenizer", 0, 9) == []
+    assert (
+        run(client, "find_waiting", ["requests:m"], "tokenizer", 60_000, 9)
+        == run(client, "find_waiting", ["nothing"], "tokenizer", 0, 9)
+        == []
+    )
     client.xreadgroup("tokenizer", "tokenizer-1", {"requests:m": ">"}, count=1)
     for index, (entry_id, _) in enumerate(entries):
         request = f"resp_1.{index}"
-        asked = table(request=request, gateway="", is_refused=False, group="tokenizer", consumer="gateway-1", entry=entry_id)
-        run(client, "end_waiting", [log_key(request), inflight_key("m"), reader_key("resp_1"), "requests:m"], asked, b"event", b"moments")
+        asked = table(
+            request=request, gateway="", is_refused=False, group="tokenizer", consumer="gateway-1", entry=entry_id
+        )
+        run(
+            client,
+            "end_waiting",
+            [log_key(request), inflight_key("m"), reader_key("resp_1"), "requests:m"],
+            asked,
+            b"event",
+            b"moments",
+        )
     assert not client.exists(log_key("resp_1.0")), "a replica has it"
-    assert client.xlen(log_key("resp_1.1")) == 1 and [each for each, _ in client.xrange("requests:m")] == [entries[0][0]]
+    assert client.xlen(log_key("resp_1.1")) == 1 and [each for each, _ in client.xrange("requests:m")] == [
+        entries[0][0]
+    ]
     (group,) = client.xinfo_groups("requests:m")
     assert group["lag"] == 0
     run(client, "finish_ended", ["requests:m", log_key("resp_1.0")], "tokenizer", entries[0][0])
@@ -380,7 +474,11 @@ def test_an_offer_is_delivered_taken_up_or_stolen(client: Any, prompts: list[byt
     third = client.xadd("prompts", {"m": b"3"})
     run(client, "deliver", keys, asked)
     assert run(client, "take_up", keys[:2], "compute", "b", third) == [[third, [b"m", b"3"]]]
-    assert run(client, "take_up", keys[:2], "compute", "b", third) == run(client, "steal", keys[:2], "compute", "c", 9)[0] == []
+    assert (
+        run(client, "take_up", keys[:2], "compute", "b", third)
+        == run(client, "steal", keys[:2], "compute", "c", 9)[0]
+        == []
+    )
 
 
 # readers
@@ -390,7 +488,10 @@ def test_control_messages_are_dropped_by_age(client: Any) -> None:
     client.xadd("control", {"m": b"old"}, id=f"{int(time.time() - 700) * 1000}-0")
     client.xadd("control", {"m": b"new"}, id=f"{int(time.time() - 500) * 1000}-0")
     run(client, "broadcast", ["control"], b"message")
-    assert [values for _, values in client.xrange("control")] == [{b"m": b"new"}, {b"m": b"message"}] and 600 < client.ttl("control") <= 1200
+    assert [values for _, values in client.xrange("control")] == [
+        {b"m": b"new"},
+        {b"m": b"message"},
+    ] and 600 < client.ttl("control") <= 1200
     assert run(client, "newest_ids", ["control", "nothing"]) == [client.xrevrange("control", count=1)[0][0], b""]
 
 
@@ -399,8 +500,12 @@ def test_only_the_present_reader_cancels_and_only_one_takes_over(client: Any) ->
     keys = ["reader", "response", "control"]
     assert run(client, "take_over", keys, 0, "gateway-2", b"attach") == 1
     assert run(client, "take_over", keys, 0, "gateway-3", b"attach") == 0
-    assert client.hgetall("reader") == {b"generation": b"1", b"gateway": b"gateway-2"} and 0 < client.ttl("reader") <= 500
-    assert run(client, "cancel", ["reader", "control", "cancelled:a", "cancelled:b"], 0, b"cancel", 60) == 0 and not client.exists("cancelled:a")
+    assert (
+        client.hgetall("reader") == {b"generation": b"1", b"gateway": b"gateway-2"} and 0 < client.ttl("reader") <= 500
+    )
+    assert run(
+        client, "cancel", ["reader", "control", "cancelled:a", "cancelled:b"], 0, b"cancel", 60
+    ) == 0 and not client.exists("cancelled:a")
     assert run(client, "cancel", ["reader", "control", "cancelled:a", "cancelled:b"], 1, b"cancel", 60) == 1
     assert client.mget("cancelled:a", "cancelled:b") == [b"1", b"1"] and 0 < client.ttl("cancelled:b") <= 60
     assert [values[b"m"] for _, values in client.xrange("control")] == [b"attach", b"cancel"]
@@ -453,7 +558,9 @@ def test_counts_of_a_batch_only_grow(client: Any) -> None:
     for completed in (3, 1, 4):
         run(client, "note_batch", ["batch:a", "figures"], DAY_S, 7, "completed", completed, "failed", 0)
     run(client, "note_batch", ["batch:none", "figures"], DAY_S, 7, "completed", 9)
-    assert client.hmget("batch:a", "completed", "progressed_at") == [b"4", b"7"] and client.hgetall("figures") == {b"completed": b"4"}
+    assert client.hmget("batch:a", "completed", "progressed_at") == [b"4", b"7"] and client.hgetall("figures") == {
+        b"completed": b"4"
+    }
     assert DAY_S - 60 < client.ttl("figures") <= DAY_S
 
 
@@ -487,7 +594,11 @@ def test_an_owner_has_so_many_sets_of_modules_and_bytes(client: Any) -> None:
     assert create_set("old", 90, age_s=DAY_S + 9) == 1 and create_set("a", 60) == 1, "it has expired"
     assert create_set("b", 50) == 0 and create_set("b", 40) == 1 and create_set("c", 0) == 0
     assert create_set("a", 60, value="other") == 1 and client.hgetall("set:a") == {b"about": b"v"}, "the same set again"
-    assert client.zrange("sets", 0, -1) == [b"40/b", b"60/a"] and DAY_S - 60 < client.ttl("set:a") <= DAY_S and client.ttl("sets") > 0
+    assert (
+        client.zrange("sets", 0, -1) == [b"40/b", b"60/a"]
+        and DAY_S - 60 < client.ttl("set:a") <= DAY_S
+        and client.ttl("sets") > 0
+    )
 
 
 def test_of_two_uploads_the_second_sees_the_first(client: Any) -> None:
@@ -495,5 +606,7 @@ def test_of_two_uploads_the_second_sees_the_first(client: Any) -> None:
     assert run(client, "reserve_upload", ["uploads"], "file-2/8", 10) == [b"file-1/7"]
     client.pexpire("uploads", 60_000)
     time.sleep(0.05)
-    assert run(client, "reserve_upload", ["uploads"], "file-3/9", 60_000) == [b"file-1/7"], "the second one's has expired"
+    assert run(client, "reserve_upload", ["uploads"], "file-3/9", 60_000) == [b"file-1/7"], (
+        "the second one's has expired"
+    )
     assert 0 < client.ttl("uploads") <= 60

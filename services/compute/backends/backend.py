@@ -35,7 +35,9 @@ QUANTIZATIONS = ("none", "w8a8", "w4", "nf4", "fp8")
 class Product(Protocol):
     """The product with a layer's matrix, on this rank or over several."""
 
-    def __call__(self, x: Tensor, *, norm: Tensor | None = None, eps: float = 0.0, residual: Tensor | None = None) -> Tensor:
+    def __call__(
+        self, x: Tensor, *, norm: Tensor | None = None, eps: float = 0.0, residual: Tensor | None = None
+    ) -> Tensor:
         """Returns [T, n], or [T, n / 2] of a gated layer, in x's dtype."""
         ...
 
@@ -177,7 +179,9 @@ class RowMath(Protocol):
         """
         ...
 
-    def add_experts(self, x: Tensor, results: Tensor, weights: Tensor, *, shared: tuple[Tensor, Tensor] | None, has_residual: bool) -> Tensor:
+    def add_experts(
+        self, x: Tensor, results: Tensor, weights: Tensor, *, shared: tuple[Tensor, Tensor] | None, has_residual: bool
+    ) -> Tensor:
         """The weighted sum of experts' results, in float32, a row's first expert's first; with
         has_residual, x is added. results: [T, num_active, hidden]; weights: [T, num_active] float32;
         shared: the results of the expert that all rows have, [T, hidden], and the scores whose sigmoid
@@ -337,9 +341,16 @@ class Backend(Protocol):
         ...
 
     def make_linear(
-        self, matrix: Matrix, bias: Tensor | None = None, *, quantization: str = "none", group: int = 32, is_gated: bool = False, activation: str = "silu",
+        self,
+        matrix: Matrix,
+        bias: Tensor | None = None,
+        *,
+        quantization: str = "none",
+        group: int = 32,
+        is_gated: bool = False,
+        activation: str = "silu",
         whole_n: int | None = None,
-    ) -> Linear:  # fmt: skip
+    ) -> Linear:
         """A linear layer of a matrix [n, k] and bias [n]. With is_gated the first half of n is a
         gate, and the result reference.gated's, with one of its ACTIVATIONS.
 
@@ -351,7 +362,15 @@ class Backend(Protocol):
         ...
 
     def restore_linear(
-        self, parts: dict[str, Tensor], n: int, k: int, *, is_gated: bool, has_bias: bool, activation: str, outputs: Sequence[range] | None = None
+        self,
+        parts: dict[str, Tensor],
+        n: int,
+        k: int,
+        *,
+        is_gated: bool,
+        has_bias: bool,
+        activation: str,
+        outputs: Sequence[range] | None = None,
     ) -> Linear:
         """A layer of a checkpoint that `penstock quantize` packed, or some of its outputs. parts: of the
         whole layer, as n and k are. Raises ValueError for parts of another layer, StartupError where
@@ -362,7 +381,9 @@ class Backend(Protocol):
         """The MLP of two of this backend's layers. The first is gated."""
         ...
 
-    def group_experts(self, experts: Sequence[tuple[Linear, Linear]], num_experts: int, first: int = 0) -> GroupedExperts | None:
+    def group_experts(
+        self, experts: Sequence[tuple[Linear, Linear]], num_experts: int, first: int = 0
+    ) -> GroupedExperts | None:
         """Experts of a mixture of num_experts, from number `first` on, as one; None: they have to be called
         one by one. experts: gate_up and down of each, of this backend's layers, which still can be
         called."""
@@ -372,7 +393,9 @@ class Backend(Protocol):
         """Attention over make_kv_layer's caches; scores: Scores.of(heads.head_dim) if there are none."""
         ...
 
-    def stack(self, layers: Sequence[LayerWeights], attention: Attention, wiring: Wiring, cut: Cut | None = None) -> Stack | None:
+    def stack(
+        self, layers: Sequence[LayerWeights], attention: Attention, wiring: Wiring, cut: Cut | None = None
+    ) -> Stack | None:
         """Make one call of these layers; None: they have to be called one by one. attention: of
         make_attention; cut: of layers that are a rank's part."""
         ...
@@ -382,7 +405,9 @@ class Backend(Protocol):
         scale in a cache of int8, 0: a cache of dtype."""
         ...
 
-    def make_kv_layer(self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int, *, group: int) -> Tensor:
+    def make_kv_layer(
+        self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int, *, group: int
+    ) -> Tensor:
         """A layer's cache, [2, num_blocks, ...] of keys and of values, zeros."""
         ...
 

@@ -30,7 +30,10 @@ def to_device_together(arrays: Sequence[Array], device: torch.device) -> list[Te
     for each, start in zip(arrays, starts, strict=False):
         held[start : start + each.nbytes].view(each.dtype)[:] = each.ravel()
     there = to_device(held, device)
-    return [there[start : start + each.nbytes].view(getattr(torch, each.dtype.name)).view(each.shape) for each, start in zip(arrays, starts, strict=False)]
+    return [
+        there[start : start + each.nbytes].view(getattr(torch, each.dtype.name)).view(each.shape)
+        for each, start in zip(arrays, starts, strict=False)
+    ]
 
 
 def ensure_works(device: torch.device) -> None:
@@ -55,7 +58,11 @@ class Buffers:
         if held is None or held.numel() < size:
             with torch.inference_mode(False):  # else only inference could write to it
                 is_host = self.device.type == "cpu"
-                held = mapped_zeros(size * dtype.itemsize).view(dtype) if is_host else torch.empty(size, dtype=dtype, device=self.device)
+                held = (
+                    mapped_zeros(size * dtype.itemsize).view(dtype)
+                    if is_host
+                    else torch.empty(size, dtype=dtype, device=self.device)
+                )
             self.generation += name in self._held
             self._held[name] = held
         return held[:size].view(shape)

@@ -24,12 +24,17 @@ def choose_device(name: str, rank: int = 0) -> torch.device:
     if reason is not None:
         return torch.device("cpu")
     if rank >= torch.cuda.device_count():
-        raise StartupError(f"--device cuda: a group has a GPU for each of its ranks, and rank {rank} has none: there are {torch.cuda.device_count()}")
+        raise StartupError(
+            f"--device cuda: a group has a GPU for each of its ranks, and rank {rank} has none: there are "
+            f"{torch.cuda.device_count()}"
+        )
     torch.cuda.set_device(rank)
     return torch.device("cuda")
 
 
-def choose_backend(dtype: torch.dtype, device: torch.device, *, activations: str = "int8", allow_batch_variance: bool = False) -> Backend:
+def choose_backend(
+    dtype: torch.dtype, device: torch.device, *, activations: str = "int8", allow_batch_variance: bool = False
+) -> Backend:
     """Triton's kernels on a GPU; native code for bfloat16 on a CPU that it knows; else torch.
     Raises StartupError for a wrong PENSTOCK_KERNELS.
 
@@ -45,7 +50,10 @@ def choose_backend(dtype: torch.dtype, device: torch.device, *, activations: str
             raise StartupError(f"--activations {activations} is for CPUs only")
         return CudaBackend(dtype, device, allow_batch_variance=allow_batch_variance)
     if allow_batch_variance:
-        raise StartupError(f"--allow-batch-variance: only a GPU has other products than those whose bits are the same in any batch, not {device.type}")
+        raise StartupError(
+            "--allow-batch-variance: only a GPU has other products than those whose bits are the same in any batch, "
+            f"not {device.type}"
+        )
     if device.type == "cpu" and dtype == torch.bfloat16 and (context := open_context()) is not None:
         return CpuBackend(context, activations)
     return TorchBackend(dtype, device, activations)

@@ -23,7 +23,9 @@ class GatheredLinear:
     parts: Parts
     inputs: Parts | None = None
 
-    def __call__(self, x: Tensor, *, norm: Tensor | None = None, eps: float = 0.0, residual: Tensor | None = None) -> Tensor:
+    def __call__(
+        self, x: Tensor, *, norm: Tensor | None = None, eps: float = 0.0, residual: Tensor | None = None
+    ) -> Tensor:
         if self.inputs is not None:
             x = self.ranks.all_gather(x, self.inputs)
         own = self.parts[self.ranks.share.rank]
@@ -45,7 +47,9 @@ class ShardedLinear:
     def linear(self) -> Linear:
         return self.linears[0]
 
-    def __call__(self, x: Tensor, *, norm: Tensor | None = None, eps: float = 0.0, residual: Tensor | None = None) -> Tensor:
+    def __call__(
+        self, x: Tensor, *, norm: Tensor | None = None, eps: float = 0.0, residual: Tensor | None = None
+    ) -> Tensor:
         outputs, start = [], 0
         for linear, widths in zip(self.linears, self.widths, strict=True):
             stop = start + sum(widths)

@@ -91,8 +91,14 @@ class Int4Columns(Coded):
     def __post_init__(self) -> None:
         n, k = self.codes.shape
         of_groups = (n, -(-k // self.group))
-        if self.codes.dtype != torch.uint8 or self.scales.shape != (n,) or (self.zeros.shape, self.steps.shape) != (of_groups, of_groups):
-            raise ValueError(", ".join(map(describe, (self.codes, self.scales, self.zeros, self.steps))) + f": not {self}")
+        if (
+            self.codes.dtype != torch.uint8
+            or self.scales.shape != (n,)
+            or (self.zeros.shape, self.steps.shape) != (of_groups, of_groups)
+        ):
+            raise ValueError(
+                ", ".join(map(describe, (self.codes, self.scales, self.zeros, self.steps))) + f": not {self}"
+            )
 
     def __str__(self) -> str:
         return f"4 bits by column in groups of {self.group}"
@@ -147,11 +153,17 @@ class Grouped(Coded):
 
     def __str__(self) -> str:
         more = [name for name in ("zeros", "minima") if getattr(self, name) is not None]
-        return f"{self.bits if self.table is None else 4} bits in groups of {self.group}" + (f" with {' and '.join(more)}" if more else "")
+        return f"{self.bits if self.table is None else 4} bits in groups of {self.group}" + (
+            f" with {' and '.join(more)}" if more else ""
+        )
 
     def by_group(self) -> dict[str, Tensor]:
         """Scales, and zeros, minima and steps where there are any."""
-        return {name: each for name in ("scales", "zeros", "minima", "steps", "minimum_steps") if (each := getattr(self, name)) is not None}
+        return {
+            name: each
+            for name in ("scales", "zeros", "minima", "steps", "minimum_steps")
+            if (each := getattr(self, name)) is not None
+        }
 
     def without_steps(self) -> "Grouped":
         """The same matrix with each group's own scale and minimum, which are exact in float32."""
@@ -161,7 +173,9 @@ class Grouped(Coded):
         def of_groups(of_blocks: Tensor, steps: Tensor) -> Tensor:
             return of_blocks.float().repeat_interleave(BLOCK // self.group, 1)[:, : steps.shape[1]] * steps
 
-        minima = None if self.minima is None or self.minimum_steps is None else of_groups(self.minima, self.minimum_steps)
+        minima = (
+            None if self.minima is None or self.minimum_steps is None else of_groups(self.minima, self.minimum_steps)
+        )
         return replace(self, scales=of_groups(self.scales, self.steps), minima=minima, steps=None, minimum_steps=None)
 
     def in_halves(self) -> "Grouped":
@@ -169,7 +183,11 @@ class Grouped(Coded):
         more than ROUNDING, root mean square."""
         plain = self.without_steps()
         parts = [(each, each.half()) for each in (plain.scales, plain.minima) if each is not None]
-        if any(bool(((half.float() - each).norm(dim=1) > ROUNDING * each.norm(dim=1)).any()) for each, half in parts if each.dtype != torch.float16):
+        if any(
+            bool(((half.float() - each).norm(dim=1) > ROUNDING * each.norm(dim=1)).any())
+            for each, half in parts
+            if each.dtype != torch.float16
+        ):
             return plain
         return replace(plain, scales=plain.scales.half(), minima=None if plain.minima is None else plain.minima.half())
 
@@ -190,7 +208,10 @@ class Grouped(Coded):
         step = max(1, SLICE // k)
         for rows in (slice(start, start + step) for start in range(0, n, step)):
             values = self.codes[rows].to(wide) if self.table is None else self.table.to(wide)[self.codes[rows].long()]
-            spread = {name: each[rows].to(wide).repeat_interleave(self.group, 1)[:, :k] for name, each in self.by_group().items()}
+            spread = {
+                name: each[rows].to(wide).repeat_interleave(self.group, 1)[:, :k]
+                for name, each in self.by_group().items()
+            }
             if "zeros" in spread:
                 values = values - spread["zeros"]
             values = values * spread["scales"]
@@ -218,7 +239,11 @@ class Float8(Coded):
 
     def __str__(self) -> str:
         kind = "FP8" if self.codes.dtype == torch.float8_e4m3fn else "FP8 (e5m2)"
-        return f"{kind} by column" if self.is_by_column and self.height == 1 else f"{kind} in blocks of {self.height} x {self.group}"
+        return (
+            f"{kind} by column"
+            if self.is_by_column and self.height == 1
+            else f"{kind} in blocks of {self.height} x {self.group}"
+        )
 
     def dequantize(self, dtype: torch.dtype) -> Tensor:
         """Returns [n, k], computed in float32 at least."""
@@ -289,8 +314,12 @@ def _join(parts: Sequence[OneForm], dtype: torch.dtype) -> OneForm:
         return _join_float8([each for each in parts if isinstance(each, Float8)])
     if isinstance(first, Dense):
         return Dense(torch.cat([each.dequantize(dtype) for each in parts]))
-    names = first.by_group() if isinstance(first, Grouped) else () if isinstance(first, Int8Columns) else ("zeros", "steps")
-    joined: dict[str, Any] = {name: torch.cat([getattr(each, name) for each in parts]) for name in {"codes", "scales", *names}}
+    names = (
+        first.by_group() if isinstance(first, Grouped) else () if isinstance(first, Int8Columns) else ("zeros", "steps")
+    )
+    joined: dict[str, Any] = {
+        name: torch.cat([getattr(each, name) for each in parts]) for name in {"codes", "scales", *names}
+    }
     return replace(first, **joined)
 
 
@@ -300,7 +329,12 @@ def _join_float8(parts: Sequence[Float8]) -> Float8:
     height = parts[0].height
     if any(each.height != height for each in parts) or any(each.shape[0] % height for each in parts[:-1]):
         parts = [each.by_output() for each in parts]
-    return Float8(torch.cat([each.codes for each in parts]), torch.cat([each.scales for each in parts]), parts[0].group, parts[0].height)
+    return Float8(
+        torch.cat([each.codes for each in parts]),
+        torch.cat([each.scales for each in parts]),
+        parts[0].group,
+        parts[0].height,
+    )
 
 
 def describe(tensor: Tensor) -> str:
@@ -318,4 +352,10 @@ def _are_alike(one: OneForm, other: OneForm) -> bool:
 
 
 def _form(matrix: Grouped) -> tuple[object, ...]:
-    return matrix.group, matrix.bits, matrix.lowest, None if matrix.table is None else matrix.table.tolist(), list(matrix.by_group())
+    return (
+        matrix.group,
+        matrix.bits,
+        matrix.lowest,
+        None if matrix.table is None else matrix.table.tolist(),
+        list(matrix.by_group()),
+    )

@@ -164,7 +164,10 @@ class BlockManager:
         start = len(matched) * self.block_size
         wanted = sequence.tokens.ids[start : min(sequence.num_reusable_tokens, start + self.block_size)]
         children = self.children.get(self._parent(sequence, len(matched)), {}) if self.prefix_caching and wanted else {}
-        lengths = {block_id: common_length(self.origins[block_id][1], wanted) for block_id in islice(reversed(children), MOST_CHILDREN)}
+        lengths = {
+            block_id: common_length(self.origins[block_id][1], wanted)
+            for block_id in islice(reversed(children), MOST_CHILDREN)
+        }
         longest = max(lengths, key=lambda block_id: lengths[block_id], default=None)
         return (longest, lengths[longest]) if longest is not None and lengths[longest] else None
 
@@ -335,4 +338,7 @@ class BlockManager:
 
 def common_length(some: list[int], others: list[int]) -> int:
     """How many first tokens two lists have in common."""
-    return next((at for at, (one, other) in enumerate(zip(some, others, strict=False)) if one != other), min(len(some), len(others)))
+    return next(
+        (at for at, (one, other) in enumerate(zip(some, others, strict=False)) if one != other),
+        min(len(some), len(others)),
+    )

@@ -34,7 +34,9 @@ class CacheShape(Protocol):
 class KVCache:
     """Keys and values of every layer, as the backend lays them out."""
 
-    def __init__(self, config: CacheShape, backend: Backend, *, num_blocks: int, block_size: int, group: int = 0) -> None:
+    def __init__(
+        self, config: CacheShape, backend: Backend, *, num_blocks: int, block_size: int, group: int = 0
+    ) -> None:
         """group: dimensions that share a scale in a cache of int8; 0: a cache of the backend's
         dtype."""
         self.backend = backend
@@ -42,7 +44,10 @@ class KVCache:
         self.block_size = block_size
         heads, head_dim = config.num_kv_heads, config.head_dim
         # [2, num_blocks, ...]
-        self.layers = [backend.make_kv_layer(num_blocks, block_size, heads, head_dim, group=group) for _ in range(config.num_layers)]
+        self.layers = [
+            backend.make_kv_layer(num_blocks, block_size, heads, head_dim, group=group)
+            for _ in range(config.num_layers)
+        ]
 
     def copy_blocks(self, block_copies: tuple[tuple[int, int], ...]) -> None:
         """Copy blocks, (from, to), one after the other: a block that is copied from may be copied
@@ -75,13 +80,19 @@ def choose_group(settings: ComputeSettings, config: CacheShape) -> int:
     if settings.kv_cache_dtype == "auto":
         return 0
     asked = settings.kv_cache_group
-    group = int(asked) if asked is not None else next(size for size in (64, 32, 8, config.head_dim) if config.head_dim % size == 0)
+    group = (
+        int(asked)
+        if asked is not None
+        else next(size for size in (64, 32, 8, config.head_dim) if config.head_dim % size == 0)
+    )
     if config.head_dim % group:
         raise StartupError(f"--kv-cache-group {group}: heads of {config.head_dim} dimensions can't be divided by it")
     return group
 
 
-def choose_num_blocks(settings: ComputeSettings, configs: Sequence[CacheShape], backend: Backend, workspace_bytes: int) -> int:
+def choose_num_blocks(
+    settings: ComputeSettings, configs: Sequence[CacheShape], backend: Backend, workspace_bytes: int
+) -> int:
     """As many blocks as fit in the memory asked for, or in a share of what is free now and stays
     so. Raises StartupError if not even one does.
 
@@ -89,7 +100,9 @@ def choose_num_blocks(settings: ComputeSettings, configs: Sequence[CacheShape], 
     largest step will take.
     """
     block_bytes = sum(
-        config.num_layers * settings.block_size * backend.kv_token_bytes(config.num_kv_heads, config.head_dim, group=choose_group(settings, config))
+        config.num_layers
+        * settings.block_size
+        * backend.kv_token_bytes(config.num_kv_heads, config.head_dim, group=choose_group(settings, config))
         for config in configs
     )
     if not block_bytes:
@@ -97,14 +110,19 @@ def choose_num_blocks(settings: ComputeSettings, configs: Sequence[CacheShape], 
     free = max(free_memory(backend.device) - workspace_bytes, 0)
     wanted = settings.kv_cache_memory
     if wanted is None:
-        wanted_bytes = int(free * (settings.kv_cache_share or (CUDA_SHARE if backend.device.type == "cuda" else CPU_SHARE)))
+        wanted_bytes = int(
+            free * (settings.kv_cache_share or (CUDA_SHARE if backend.device.type == "cuda" else CPU_SHARE))
+        )
     elif wanted <= free:
         wanted_bytes = int(wanted)
     else:
         beside = f"the weights and {size_text(workspace_bytes)} to work in"
         raise StartupError(f"--kv-cache-memory {size_text(wanted)}: only {size_text(free)} are free beside {beside}")
     if wanted_bytes < block_bytes:
-        raise StartupError(f"the KV cache would have {size_text(wanted_bytes)}, one block of it takes {size_text(block_bytes)}: raise --kv-cache-memory")
+        raise StartupError(
+            f"the KV cache would have {size_text(wanted_bytes)}, one block of it takes {size_text(block_bytes)}: "
+            "raise --kv-cache-memory"
+        )
     return wanted_bytes // block_bytes
 
 

@@ -43,7 +43,9 @@ class KVStore:
         if size > LARGEST:
             raise StartupError(f"--kv-disk: at most {size_text(LARGEST)}, not {size_text(size)}")
         if self.num_sets < 1:
-            raise StartupError(f"--kv-disk: {size_text(size)} hold not even one set of {WAYS} blocks of {size_text(block_bytes)}")
+            raise StartupError(
+                f"--kv-disk: {size_text(size)} hold not even one set of {WAYS} blocks of {size_text(block_bytes)}"
+            )
         self.path = folder / f"kv-{block_bytes}{part}.{VERSION}"
         self._blocks_at = PAGE + -(-self.num_sets * WAYS * ENTRY.size // PAGE) * PAGE
         try:
@@ -107,7 +109,9 @@ class KVStore:
     def _entries(self, block_hash: bytes) -> list[tuple[bytes, bytes, int]]:
         """Hash, checksum and last use of the places of its set."""
         size = WAYS * ENTRY.size
-        return list(ENTRY.iter_unpack(os.pread(self._file, size, PAGE + self._set_of(block_hash) * size).ljust(size, b"\0")))
+        return list(
+            ENTRY.iter_unpack(os.pread(self._file, size, PAGE + self._set_of(block_hash) * size).ljust(size, b"\0"))
+        )
 
     def _find(self, block_hash: bytes) -> tuple[int, bytes, int] | None:
         """The block's place, checksum and last use."""

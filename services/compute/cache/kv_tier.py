@@ -47,7 +47,9 @@ class KVTier:
         until = time.perf_counter() + READ_BUDGET_S
         for sequence in sequences:
             if not sequence.kv.is_restored:
-                sequence.kv.is_restored = self.stored.is_broken or not self._is_worth_it(token_s) or self._restore(sequence, until)
+                sequence.kv.is_restored = (
+                    self.stored.is_broken or not self._is_worth_it(token_s) or self._restore(sequence, until)
+                )
             if not sequence.kv.is_restored:
                 return False
         return True
@@ -88,7 +90,11 @@ class KVTier:
                 num_read = self._read(sequence, asked)
                 if num_read:
                     seconds = self.stored.read_s / num_read  # without steps that other ranks compute first
-                    self._block_read_s = seconds if self._block_read_s is None else self._block_read_s + SMOOTHING * (seconds - self._block_read_s)
+                    self._block_read_s = (
+                        seconds
+                        if self._block_read_s is None
+                        else self._block_read_s + SMOOTHING * (seconds - self._block_read_s)
+                    )
                     self.num_tokens_read += num_read * self.blocks.block_size
                 if num_read < len(asked):
                     lacking.add(asked[num_read])

@@ -99,7 +99,11 @@ class StoredCache:
         self._found = np.empty((len(names), self.store.block_bytes), np.uint8)
         num_read, started_at = 0, time.perf_counter()
         try:
-            while not self.is_broken and num_read < len(names) and self.store.read(names[num_read], memoryview(self._found[num_read])):
+            while (
+                not self.is_broken
+                and num_read < len(names)
+                and self.store.read(names[num_read], memoryview(self._found[num_read]))
+            ):
                 num_read += 1
         except OSError as error:
             self._give_up(error)

@@ -42,7 +42,10 @@ def truncate(row: Array, params: SamplingParams, position: int) -> tuple[Array, 
     if chain.typical_p < 1.0:
         begin, end = typical(values[:end], chain.typical_p)
     if params.top_p < 1.0:
-        end = min(end, begin + int(np.searchsorted(np.cumsum(probabilities(values[begin:end])), params.top_p, side="left")) + 1)
+        end = min(
+            end,
+            begin + int(np.searchsorted(np.cumsum(probabilities(values[begin:end])), params.top_p, side="left")) + 1,
+        )
     if params.min_p > 0.0:
         end = begin + int(np.searchsorted(-values[begin:end], -(values[begin] + np.log(params.min_p)), side="right"))
     if is_applied(chain, params.seed, position):

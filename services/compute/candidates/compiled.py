@@ -83,8 +83,16 @@ class GrammarCache:
     def begin(self, grammar: CompiledGrammar, running: Iterable[CompiledGrammar]) -> None:
         """Register that a sequence runs it. Raises Invalid (503) if memory is short."""
         held = {id(each): each.size_bytes for each in running}
-        if id(grammar) not in held and grammar.size_bytes > SMALL_BYTES and sum(held.values()) + grammar.size_bytes > MAX_RUNNING_BYTES:
-            raise Invalid("the grammars of the requests that run have reached their memory limit: try again later", code="grammars_full", status=503)
+        if (
+            id(grammar) not in held
+            and grammar.size_bytes > SMALL_BYTES
+            and sum(held.values()) + grammar.size_bytes > MAX_RUNNING_BYTES
+        ):
+            raise Invalid(
+                "the grammars of the requests that run have reached their memory limit: try again later",
+                code="grammars_full",
+                status=503,
+            )
         self.keep(grammar)
 
     def forget(self, constraint: Constraint) -> None:

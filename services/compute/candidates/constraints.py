@@ -64,7 +64,9 @@ class Masking:
             self.filling.is_done.wait(timeout_s)
         masks, late = Masks(), set(self.stale)
         for key, matcher in self.matchers.items():
-            outcome = matcher.filling.outcomes.get(key) if matcher.filling is not None and key not in self.stale else None
+            outcome = (
+                matcher.filling.outcomes.get(key) if matcher.filling is not None and key not in self.stale else None
+            )
             if outcome is None:
                 late.add(key)
             elif isinstance(outcome, RequestError):
@@ -94,7 +96,9 @@ class Constraints:
 
     def open(self, sequence: Sequence, constraint: Constraint) -> None:
         """Have the sequence's grammar compiled; `opened` says when it is there."""
-        self.opening[sequence.handle] = PendingMatcher(sequence, constraint, self.grammars.get(constraint, self._running()))
+        self.opening[sequence.handle] = PendingMatcher(
+            sequence, constraint, self.grammars.get(constraint, self._running())
+        )
 
     def opened(self) -> list[tuple[Sequence, RequestError | None]]:
         """The sequences whose grammars have come since; and those whose grammars can't, and why:
@@ -177,7 +181,13 @@ class Constraints:
         """Asks the matcher's state behind its sequence's last token. The loop waits for the answer, so it
         must come fast: a matcher that was slow is asked no more."""
         matcher = self.matchers[handle]
-        if matcher.is_busy or matcher.is_slow or matcher.has_slow_drafts or handle in self.late or handle in self._undrafted:
+        if (
+            matcher.is_busy
+            or matcher.is_slow
+            or matcher.has_slow_drafts
+            or handle in self.late
+            or handle in self._undrafted
+        ):
             return []
         began = time.thread_time()
         try:
@@ -221,7 +231,9 @@ class Constraints:
         if len(matcher.token_ids) == len(output):
             matcher.num_decided = len(output)
             return matcher
-        opening.replaying = self._replayers.submit(replay_some, matcher, output, self.grammars.vocabulary.result(), REPLAY_SLICE_S)
+        opening.replaying = self._replayers.submit(
+            replay_some, matcher, output, self.grammars.vocabulary.result(), REPLAY_SLICE_S
+        )
         return None
 
     def _forget_opening(self, opening: PendingMatcher) -> None:

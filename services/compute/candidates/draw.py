@@ -58,7 +58,9 @@ def sort_until(row: torch.Tensor, temperature: float, is_enough: Callable[[Sorte
     return head
 
 
-def draw(rows: CandidateRows, logits: torch.Tensor, wanted: SearchRequest, whole_masses: Array, search: RowSearch) -> None:
+def draw(
+    rows: CandidateRows, logits: torch.Tensor, wanted: SearchRequest, whole_masses: Array, search: RowSearch
+) -> None:
     """Draw a token from each row of logits [R, vocab]: rows whose candidates are listed get what is
     kept, the tail's token, and which is chosen. whole_masses: of wanted.whole, [m] float64."""
     drawn = [row for row, each in enumerate(wanted.params) if not each.is_greedy]
@@ -97,7 +99,11 @@ def draw_at_random(
     tails = np.array(drawn)[won]
     untils = within_tail(listed[won], rows.tail_mass[tails], wanted.seeds[tails], wanted.positions[tails])
     for row, until in zip(tails.tolist(), untils, strict=True):
-        head = heads.get(row) or sort_until(logits[row], wanted.params[row].temperature, lambda head: bool(head.mass[-1] > until))  # noqa: B023
+        head = heads.get(row) or sort_until(
+            logits[row],
+            wanted.params[row].temperature,
+            lambda head: bool(head.mass[-1] > until),  # noqa: B023
+        )
         place = int(place_of(head.mass, until))
         rows.tail_token_ids[row], rows.tail_logits[row] = head.token_at(place), head.values[place]
     return columns
@@ -106,7 +112,9 @@ def draw_at_random(
 def draws_of(rows: CandidateRows, wanted: SearchRequest) -> Draws:
     """The draws by which the rows' tokens are chosen."""
     temperatures = np.array([each.temperature for each in wanted.params], np.float64)
-    return Draws(rows.logits, rows.token_ids, rows.num_kept, rows.tail_mass, temperatures, wanted.seeds, wanted.positions)
+    return Draws(
+        rows.logits, rows.token_ids, rows.num_kept, rows.tail_mass, temperatures, wanted.seeds, wanted.positions
+    )
 
 
 def sort_kept(row: torch.Tensor, params: SamplingParams, total: float) -> tuple[SortedHead, tuple[int, float]]:

@@ -44,7 +44,11 @@ def repeatable(history: Array, breakers: Breakers, most: int) -> int:
     reach = max((len(tail) for tails in breakers.values() for tail in tails), default=0)
     tokens = history[: -(most + reach + 2) : -1].tolist()
     for back, token in enumerate(tokens):
-        matches = [len(tail) for tail in breakers.get(token, ()) if len(tail) <= back and tuple(tokens[back - len(tail) : back][::-1]) == tail]
+        matches = [
+            len(tail)
+            for tail in breakers.get(token, ())
+            if len(tail) <= back and tuple(tokens[back - len(tail) : back][::-1]) == tail
+        ]
         if matches:
             return min(back - max(matches), most)
     return most

@@ -68,10 +68,17 @@ def edits_of(prefix: Prefix, grammar_mask: Array | None, vocab_size: int) -> Row
             amounts = np.float32(params.frequency_penalty) * counts.times + np.float32(params.presence_penalty)
             edits.add(EditKind.OUTPUT, counts.token_ids, amounts, vocab_size)
         if params.logit_bias:
-            biased, biases = np.array(list(params.logit_bias), np.int64), np.array(list(params.logit_bias.values()), np.float32)
+            biased, biases = (
+                np.array(list(params.logit_bias), np.int64),
+                np.array(list(params.logit_bias.values()), np.float32),
+            )
             edits.add(EditKind.BIAS, biased, biases, vocab_size)
     if params.dry is not None and params.dry.multiplier > 0.0:
-        edits.add(EditKind.DRY, *dry_penalties(sequence.history(num_tokens), params.dry, sequence.request.dry_breakers), vocab_size)
+        edits.add(
+            EditKind.DRY,
+            *dry_penalties(sequence.history(num_tokens), params.dry, sequence.request.dry_breakers),
+            vocab_size,
+        )
     edits.mask = allowed_tokens(prefix, grammar_mask, vocab_size)
     if edits.mask is None and (banned := banned_tokens(prefix)):
         edits.add(EditKind.BANNED, np.array(banned, np.int64), NO_AMOUNT, vocab_size)
@@ -111,9 +118,13 @@ def edit_on_device(logits: torch.Tensor, edits: Mapping[int, TokenEdits]) -> Non
     of_kinds = [[(row, *kinds[kind]) for row, kinds in edits.items() if kind in kinds] for kind in EditKind]
     parts = [part for of_kind in of_kinds for part in of_kind]
     all_places = to_device(np.concatenate([token_ids + row * vocab_size for row, token_ids, _ in parts]), logits.device)
-    all_amounts = to_device(np.concatenate([np.broadcast_to(each, token_ids.shape) for _, token_ids, each in parts]), logits.device)
+    all_amounts = to_device(
+        np.concatenate([np.broadcast_to(each, token_ids.shape) for _, token_ids, each in parts]), logits.device
+    )
     sizes = [sum(len(token_ids) for _, token_ids, _ in of_kind) for of_kind in of_kinds]
-    for kind, places, amounts in zip(EditKind, torch.split(all_places, sizes), torch.split(all_amounts, sizes), strict=True):
+    for kind, places, amounts in zip(
+        EditKind, torch.split(all_places, sizes), torch.split(all_amounts, sizes), strict=True
+    ):
         if kind == EditKind.BANNED:
             flat.index_fill_(0, places, -torch.inf)
         elif len(places):

@@ -95,7 +95,10 @@ class Matcher:
         them."""
         first, known = self.sequence.tokens.num_prompt + self.num_decided, self.token_ids[self.num_decided :]
         present = self.sequence.tokens.ids[first:last]
-        return first + next((at for at, (one, other) in enumerate(zip(known, present, strict=False)) if one != other), min(len(known), len(present)))
+        return first + next(
+            (at for at, (one, other) in enumerate(zip(known, present, strict=False)) if one != other),
+            min(len(known), len(present)),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +131,9 @@ class Filling:
     """Masks that a thread fills, one after the other. An outcome is a mask, [num_bytes(vocab_size)]
     uint8, or why there is none."""
 
-    def __init__(self, turns: list[MatcherPath], vocabulary: Vocabulary, vocab_size: int, slow_lane: ThreadPoolExecutor) -> None:
+    def __init__(
+        self, turns: list[MatcherPath], vocabulary: Vocabulary, vocab_size: int, slow_lane: ThreadPoolExecutor
+    ) -> None:
         self.outcomes: dict[RowKey, Array | RequestError] = {}
         self.is_done = Event()
         self._turns = turns
@@ -187,12 +192,19 @@ class Filling:
         matcher = turn.matcher
         if matcher.state.is_error():
             num_behind = sum(map(len, turn.parts[number + 1 :]))
-            matcher.state = replay(matcher.constraint, self._vocabulary, matcher.token_ids[: len(matcher.token_ids) - num_behind])
+            matcher.state = replay(
+                matcher.constraint, self._vocabulary, matcher.token_ids[: len(matcher.token_ids) - num_behind]
+            )
             matcher.state.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
             if matcher.state.is_error():
-                raise too_complex(matcher.constraint, " ".join(matcher.state.get_error().replace("<non-verbose/>", "").split()))
+                raise too_complex(
+                    matcher.constraint, " ".join(matcher.state.get_error().replace("<non-verbose/>", "").split())
+                )
         elif (seconds := time.thread_time() - began) > MASK_LIMIT_S:
-            raise too_complex(matcher.constraint, f"what may follow took {seconds:.1f} s of processor time to find, and {MASK_LIMIT_S:g} s is the most")
+            raise too_complex(
+                matcher.constraint,
+                f"what may follow took {seconds:.1f} s of processor time to find, and {MASK_LIMIT_S:g} s is the most",
+            )
 
     def _end(self, turn: MatcherPath, number: int, outcome: Array | RequestError, began: float) -> None:
         matcher, seconds = turn.matcher, time.thread_time() - began
@@ -228,11 +240,19 @@ def replay(constraint: Constraint, vocabulary: Vocabulary, token_ids: list[int])
     for at in range(0, len(token_ids), REPLAY_TOKENS):
         if not state.consume_tokens(token_ids[at : at + REPLAY_TOKENS]):
             reason = " ".join(state.get_error().split())
-            raise Invalid(f"the answer can't be held to its constraint: {reason}", param=constraint.param or None, code="constraint_failed")
+            raise Invalid(
+                f"the answer can't be held to its constraint: {reason}",
+                param=constraint.param or None,
+                code="constraint_failed",
+            )
         if time.thread_time() - began > REPLAY_LIMIT_S:
-            raise too_complex(constraint, f"it takes more than {REPLAY_LIMIT_S:g} s of processor time to find its place again")
+            raise too_complex(
+                constraint, f"it takes more than {REPLAY_LIMIT_S:g} s of processor time to find its place again"
+            )
     return state
 
 
 def too_complex(constraint: Constraint, reason: str) -> Invalid:
-    return Invalid(f"its grammar is too complex here: {reason}", param=constraint.param or None, code="constraint_failed")
+    return Invalid(
+        f"its grammar is too complex here: {reason}", param=constraint.param or None, code="constraint_failed"
+    )

@@ -21,7 +21,9 @@ from shared.wire.messages import RequestError
 NOT_FINITE = "the model's numbers for this request's prompt are not finite"
 
 
-def score_prompts(slices: Iterable[torch.Tensor], batch: ScheduledBatch, get: Callable[[int], Sequence], search: RowSearch) -> dict[int, RequestError]:
+def score_prompts(
+    slices: Iterable[torch.Tensor], batch: ScheduledBatch, get: Callable[[int], Sequence], search: RowSearch
+) -> dict[int, RequestError]:
     """Score the batch's target_ids, for the sequences that `get` finds by handle.
 
     slices: [n, vocab] float32 each, the rows that predict the targets, in their order. Returns by
@@ -40,7 +42,11 @@ def score_prompts(slices: Iterable[torch.Tensor], batch: ScheduledBatch, get: Ca
     failures: dict[int, RequestError] = {}
     for (sequence, target_ids), end in zip(asked, accumulate(len(target_ids) for _, target_ids in asked), strict=True):
         rows, own = slice(end - len(target_ids), end), slice(sequence.request.params.prompt_logprobs)
-        sequence.scored.append(ScoredTokens(whole.logprobs[rows], whole.ranks[rows], whole.top_token_ids[rows, own], whole.top_logprobs[rows, own]))
+        sequence.scored.append(
+            ScoredTokens(
+                whole.logprobs[rows], whole.ranks[rows], whole.top_token_ids[rows, own], whole.top_logprobs[rows, own]
+            )
+        )
         if np.isnan(whole.logprobs[rows]).any():
             failures[sequence.handle] = RequestError(NOT_FINITE)
     return failures
@@ -57,18 +63,26 @@ def score_rows(logits: torch.Tensor, targets: Array, k: int, search: RowSearch) 
     k = min(k, vocab_size)
     values, ids = search.find_largest(logits, max(k, 1))
     own = logits.gather(1, torch.from_numpy(targets).to(logits.device)[:, None])
-    masses = search.total_masses(logits, np.arange(num_rows), np.ascontiguousarray(values[:, 0]), np.ones(num_rows, np.float32))
+    masses = search.total_masses(
+        logits, np.arange(num_rows), np.ascontiguousarray(values[:, 0]), np.ones(num_rows, np.float32)
+    )
     logsumexp = (values[:, 0] + np.log(masses)).astype(np.float32)
     logsumexp[~np.isfinite(values[:, 0])] = np.nan
     logprobs = own[:, 0].cpu().numpy() - logsumexp
-    return ScoredTokens(logprobs, 1 + num_larger(logits, own), ids[:, :k].astype(np.int32), values[:, :k] - logsumexp[:, None])
+    return ScoredTokens(
+        logprobs, 1 + num_larger(logits, own), ids[:, :k].astype(np.int32), values[:, :k] - logsumexp[:, None]
+    )
 
 
 def num_larger(logits: torch.Tensor, values: torch.Tensor) -> Array:
     """How many of each row are larger than its value. logits: [n, vocab], values: [n, 1]. Returns
     [n] int32."""
     is_host = logits.device.type == "cpu"  # there numpy counts eight times as fast as torch sums
-    counts = np.count_nonzero(logits.numpy() > values.numpy(), axis=1) if is_host else (logits > values).sum(dim=1).cpu().numpy()
+    counts = (
+        np.count_nonzero(logits.numpy() > values.numpy(), axis=1)
+        if is_host
+        else (logits > values).sum(dim=1).cpu().numpy()
+    )
     larger: Array = counts.astype(np.int32)
     return larger
 
@@ -76,7 +90,9 @@ def num_larger(logits: torch.Tensor, values: torch.Tensor) -> Array:
 def join_scored(parts: list[ScoredTokens]) -> ScoredTokens:
     """Parts that follow one another as one; of none, no rows."""
     if not parts:
-        return ScoredTokens(np.zeros(0, np.float32), np.zeros(0, np.int32), np.zeros((0, 0), np.int32), np.zeros((0, 0), np.float32))
+        return ScoredTokens(
+            np.zeros(0, np.float32), np.zeros(0, np.int32), np.zeros((0, 0), np.int32), np.zeros((0, 0), np.float32)
+        )
     names = ("logprobs", "ranks", "top_token_ids", "top_logprobs")
     return ScoredTokens(*(np.concatenate([getattr(each, name) for each in parts]) for name in names))
 
@@ -88,4 +104,6 @@ def prompt_logprobs(sequence: Sequence) -> PromptLogprobs | None:
         return None
     whole = join_scored(sequence.scored)
     token_ids = np.array(sequence.tokens.ids[: sequence.tokens.num_prompt], np.int32)
-    return PromptLogprobs(token_ids, whole.logprobs, whole.ranks, whole.top_token_ids.ravel(), whole.top_logprobs.ravel())
+    return PromptLogprobs(
+        token_ids, whole.logprobs, whole.ranks, whole.top_token_ids.ravel(), whole.top_logprobs.ravel()
+    )

@@ -102,13 +102,17 @@ def num_listed(params: SamplingParams, vocab_size: int) -> int:
     return min(max(min(params.top_k or LISTED, MAX_LISTED), wanted), vocab_size)
 
 
-def reduce(logits: torch.Tensor, sequences: list[Sequence], search: RowSearch, masks: Masks = NO_MASKS) -> CandidateRows:
+def reduce(
+    logits: torch.Tensor, sequences: list[Sequence], search: RowSearch, masks: Masks = NO_MASKS
+) -> CandidateRows:
     """Begin a reduction of rows that decide these sequences' next tokens, and wait for it."""
     return begin_reduction(logits, [sequence.prefix() for sequence in sequences], search, masks).finish()
 
 
 @torch.inference_mode()
-def begin_reduction(logits: torch.Tensor, prefixes: list[Prefix], search: RowSearch, masks: Masks = NO_MASKS) -> Reduction:
+def begin_reduction(
+    logits: torch.Tensor, prefixes: list[Prefix], search: RowSearch, masks: Masks = NO_MASKS
+) -> Reduction:
     """logits: [R, vocab] float32, edited in place; prefixes: those on which the rows were computed,
     several of one sequence in their order; search: of the model's backend; masks: of their
     grammars, where they have one: a row whose mask is late is left out.
@@ -122,7 +126,10 @@ def begin_reduction(logits: torch.Tensor, prefixes: list[Prefix], search: RowSea
         if key in masks.late:
             continue
         mask, failure = masks.by_row.get(key), masks.failures.get(key)
-        if failure := failure or failure_of(lambda: edits.update({row: edits_of(prefix, mask, logits.shape[1])}), logits.device):  # noqa: B023
+        if failure := failure or failure_of(
+            lambda: edits.update({row: edits_of(prefix, mask, logits.shape[1])}),  # noqa: B023
+            logits.device,  # noqa: B023, RUF100
+        ):
             failures[key] = failure
     apply_edits(logits, edits, search)
     good, rows, params = list(edits), rows_after(prefixes), [prefix.sequence.request.params for prefix in prefixes]
@@ -171,12 +178,19 @@ def wanted_of(params: list[SamplingParams], positions: Array, vocab_size: int) -
         positions=positions,
         num_listed=np.array([num_listed(each, vocab_size) for each in params], np.int32),
         # the chain has scored its rows before it took tokens away
-        scored=np.array([row for row, each in enumerate(params) if each.logprobs is not None and not has_chain(each)], np.int64),
-        whole=np.array([row for row in drawn if params[row].top_k == 0 and (params[row].top_p < 1.0 or params[row].min_p == 0.0)], np.int64),
+        scored=np.array(
+            [row for row, each in enumerate(params) if each.logprobs is not None and not has_chain(each)], np.int64
+        ),
+        whole=np.array(
+            [row for row in drawn if params[row].top_k == 0 and (params[row].top_p < 1.0 or params[row].min_p == 0.0)],
+            np.int64,
+        ),
     )
 
 
-def fill(rows: CandidateRows, logits: torch.Tensor, wanted: SearchRequest, searching: RunningSearch, search: RowSearch) -> None:
+def fill(
+    rows: CandidateRows, logits: torch.Tensor, wanted: SearchRequest, searching: RunningSearch, search: RowSearch
+) -> None:
     """Fill in what the search says of the rows, and draw. Raises ArithmeticError if the largest number
     of a row is not finite: so it is where any is NaN."""
     values, token_ids, masses = searching.read()
@@ -201,7 +215,9 @@ def apply_chains(
     """Ban what llama.cpp's chain takes away from some rows of logits [R, vocab], in place. What is left to do of
     their params, the draw at the row's temperature, is put into params, [R]; temperatures and logprobs' sums are
     filled in. Returns the errors of those that fail, by row."""
-    numbers = dict(zip(chained, logits[to_device(np.array(chained, np.int64), logits.device)].cpu().numpy(), strict=True))
+    numbers = dict(
+        zip(chained, logits[to_device(np.array(chained, np.int64), logits.device)].cpu().numpy(), strict=True)
+    )
     found: dict[int, tuple[Array, float]] = {}
     failures: dict[int, RequestError] = {}
     for row, values in numbers.items():
@@ -219,5 +235,9 @@ def apply_chains(
             rows.temperatures[row] = temperature
         params[row] = replace(params[row], temperature=temperature, top_k=0, top_p=1.0, min_p=0.0)
     if found:
-        search.ban(logits, np.array(list(found), np.int64), [bits_of(np.flatnonzero(~dropped), logits.shape[1]) for dropped, _ in found.values()])
+        search.ban(
+            logits,
+            np.array(list(found), np.int64),
+            [bits_of(np.flatnonzero(~dropped), logits.shape[1]) for dropped, _ in found.values()],
+        )
     return failures

@@ -43,7 +43,10 @@ def allowed_tokens(prefix: Prefix, grammar_mask: Array | None, vocab_size: int) 
     if banned:
         mask &= ~bits_of(np.array(banned, np.int64), vocab_size)
     if not mask.any():
-        reason = "no token is left to go on with: what the request's constraint, allowed_token_ids and bad_words allow together is nothing"
+        reason = (
+            "no token is left to go on with: what the request's constraint, allowed_token_ids and bad_words allow "
+            "together is nothing"
+        )
         raise Invalid(reason, code="nothing_allowed")
     return mask
 
@@ -61,7 +64,9 @@ def bad_tokens(prefix: Prefix) -> list[int]:
     found = []
     for token_ids in prefix.sequence.request.params.bad_words_token_ids:
         begun = len(token_ids) - 1
-        if begun <= prefix.num_output_tokens and prefix.sequence.tokens.ids[prefix.num_tokens - begun : prefix.num_tokens] == list(token_ids[:-1]):
+        if begun <= prefix.num_output_tokens and prefix.sequence.tokens.ids[
+            prefix.num_tokens - begun : prefix.num_tokens
+        ] == list(token_ids[:-1]):
             found.append(token_ids[-1])
     return found
 

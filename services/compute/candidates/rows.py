@@ -41,9 +41,13 @@ class CandidateRows:
 
     def only(self, rows: list[int]) -> "CandidateRows":
         """Some of the rows, without failures."""
-        return CandidateRows(**{each.name: getattr(self, each.name)[rows] for each in fields(self) if each.name != "failures"})
+        return CandidateRows(
+            **{each.name: getattr(self, each.name)[rows] for each in fields(self) if each.name != "failures"}
+        )
 
-    def message(self, rows: list[int], compute_id: str, step: int, intros: tuple[SequenceIntro, ...], forget: list[int]) -> StepCandidates:
+    def message(
+        self, rows: list[int], compute_id: str, step: int, intros: tuple[SequenceIntro, ...], forget: list[int]
+    ) -> StepCandidates:
         """The message with these rows."""
         counts = self.counts[rows]
         is_listed = np.arange(self.token_ids.shape[1]) < counts[:, None]
@@ -63,7 +67,9 @@ class CandidateRows:
             tail_token_ids=self.tail_token_ids[rows],
             tail_logits=self.tail_logits[rows],
             previous_token_ids=self.previous_token_ids[rows],
-            temperatures=self.temperatures[rows] if (self.temperatures[rows] != REQUESTS_OWN).any() else self.temperatures[:0],
+            temperatures=self.temperatures[rows]
+            if (self.temperatures[rows] != REQUESTS_OWN).any()
+            else self.temperatures[:0],
         )
 
 
@@ -107,7 +113,10 @@ def gather(chosen: list[tuple[CandidateRows, list[int]]]) -> CandidateRows:
     def stack(name: str) -> Any:
         columns = [getattr(rows, name)[indices] for rows, indices in chosen]
         if columns[0].ndim == 2:
-            columns = [each if each.shape[1] == width else np.pad(each, ((0, 0), (0, width - each.shape[1]))) for each in columns]
+            columns = [
+                each if each.shape[1] == width else np.pad(each, ((0, 0), (0, width - each.shape[1])))
+                for each in columns
+            ]
         return np.concatenate(columns)[order]
 
     return CandidateRows(**{each.name: stack(each.name) for each in fields(CandidateRows) if each.name != "failures"})

@@ -15,7 +15,9 @@ def cumulative_mass(logits: Array, temperatures: Array) -> Array:
     return mass
 
 
-def kept_of(params: SamplingParams, mass: Array, values: Array, total: float, *, is_whole: bool = False) -> tuple[int, float] | None:
+def kept_of(
+    params: SamplingParams, mass: Array, values: Array, total: float, *, is_whole: bool = False
+) -> tuple[int, float] | None:
     """How many of a row's first tokens, [count] mass and values, are kept, and the mass of all that
     are kept, these and others; None: more of them are needed.
 

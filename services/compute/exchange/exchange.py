@@ -189,9 +189,18 @@ class Exchange:
         def fill(pipe: Pipeline) -> None:
             for active, vector in ended:
                 sequence, request = active.sequence, active.message
-                moments = Moments(request.request_id, 0, request.tokenized_at, active.scheduled_at, now, self.stage.replica_id)
+                moments = Moments(
+                    request.request_id, 0, request.tokenized_at, active.scheduled_at, now, self.stage.replica_id
+                )
                 event = TokenEvent(
-                    request.request_id, 0, None, "", sequence.tokens.num_prompt, sequence.num_cached_tokens, finish_reason="stop", embedding=vector
+                    request.request_id,
+                    0,
+                    None,
+                    "",
+                    sequence.tokens.num_prompt,
+                    sequence.num_cached_tokens,
+                    finish_reason="stop",
+                    embedding=vector,
                 )
                 write_end(pipe, self.model, event, active.gateway_id, (moments,))
 
@@ -216,12 +225,22 @@ class Exchange:
 
     def _settle(self, message: StepDecisions) -> list[Decision]:
         self.undecided.record_reply(message.sampler_id, message.step)
-        columns = [message.handles.tolist(), message.positions.tolist(), message.token_ids.tolist(), message.is_finished.tolist()]
-        decisions = [Decision(handle, position, token_id, bool(is_end)) for handle, position, token_id, is_end in zip(*columns, strict=True)]
+        columns = [
+            message.handles.tolist(),
+            message.positions.tolist(),
+            message.token_ids.tolist(),
+            message.is_finished.tolist(),
+        ]
+        decisions = [
+            Decision(handle, position, token_id, bool(is_end))
+            for handle, position, token_id, is_end in zip(*columns, strict=True)
+        ]
         unknown = {
             decision.handle
             for decision in decisions
-            if decision.token_id == UNKNOWN and (active := self.active.get(decision.handle)) is not None and decision.position in active.rows
+            if decision.token_id == UNKNOWN
+            and (active := self.active.get(decision.handle)) is not None
+            and decision.position in active.rows
         }
         if unknown:
             self._send_again(sorted(unknown))

@@ -45,7 +45,9 @@ class Inbox:
             last_ids = {reader.stream.key: reader.last_id for reader in (self.decisions, self.control, self.offered)}
             self.news.send(lambda pipe: pipe.xread(last_ids, block=STANDING_MS))
         if num_prompts > 0 and not self.requests.num_awaited:
-            self.requests.send(lambda pipe: self.prompts.queue_read(pipe, count=min(num_prompts, MAX_TAKEN), block_ms=STANDING_MS))
+            self.requests.send(
+                lambda pipe: self.prompts.queue_read(pipe, count=min(num_prompts, MAX_TAKEN), block_ms=STANDING_MS)
+            )
 
     def wait(self, wait_s: float, *, for_decisions: bool) -> None:
         """Wait for the first reply: of the first read if decisions are awaited, else of any."""

@@ -68,7 +68,9 @@ class Outbox:
         now = self.clock()
         step_s, self._held_at = now - self._held_at, now
         self.num_held += 1
-        return is_urgent or self.num_held >= self.max_held or now + step_s > self._published_at + self.publish_interval_s
+        return (
+            is_urgent or self.num_held >= self.max_held or now + step_s > self._published_at + self.publish_interval_s
+        )
 
     def is_overdue(self) -> bool:
         """Whether the rows that are held back have waited for the interval."""

@@ -56,7 +56,10 @@ class Samplers:
                 intros[active.sampler_id].append(introduction(active, self.fingerprint))
             by_sampler[active.sampler_id].append(index)
         return [
-            (sampler_id, rows.message(own, self.compute_id, step, tuple(intros[sampler_id]), self._forget.pop(sampler_id, [])))
+            (
+                sampler_id,
+                rows.message(own, self.compute_id, step, tuple(intros[sampler_id]), self._forget.pop(sampler_id, [])),
+            )
             for sampler_id, own in by_sampler.items()
         ]
 
@@ -75,7 +78,9 @@ def introduction(active: ActiveRequest, fingerprint: str) -> SequenceIntro:
     """The introduction of a sequence to a sampler, by a replica of this fingerprint."""
     sequence, request = active.sequence, active.message
     scored = prompt_logprobs(sequence)
-    wants_ids = sequence.request.params.returns_prompt_token_ids and sequence.tokens.num_decided == sequence.tokens.num_prompt
+    wants_ids = (
+        sequence.request.params.returns_prompt_token_ids and sequence.tokens.num_decided == sequence.tokens.num_prompt
+    )
     return SequenceIntro(
         handle=sequence.handle,
         request_id=request.request_id,

@@ -50,7 +50,9 @@ class Undecided:
 
     def unsent(self, step: int) -> CandidateRows | None:
         """The rows that no sampler was asked for yet, for the message of that step."""
-        return self._ask(step, (row for active in self.active.values() for row in active.rows.values() if row.asked_at == NOT_ASKED))
+        return self._ask(
+            step, (row for active in self.active.values() for row in active.rows.values() if row.asked_at == NOT_ASKED)
+        )
 
     def of(self, handles: Iterable[int], step: int) -> CandidateRows | None:
         """All rows of some sequences, to be asked for again with the message of that step."""
@@ -103,7 +105,11 @@ class Undecided:
         now = self.clock()
         asked_at: dict[str, float] = {}
         unanswered = set()
-        introduced = [(handle, active.sampler_id, active.rows) for handle, active in self.active.items() if active.sampler_id is not None and active.rows]
+        introduced = [
+            (handle, active.sampler_id, active.rows)
+            for handle, active in self.active.items()
+            if active.sampler_id is not None and active.rows
+        ]
         for handle, sampler_id, rows in introduced:
             oldest = max(min(row.asked_at for row in rows.values()), seen_since)
             asked_at[sampler_id] = min(asked_at.get(sampler_id, now), oldest)
@@ -129,4 +135,8 @@ class Undecided:
 
     def given_up(self) -> list[int]:
         """The handles of sequences whose rows met with too much silence."""
-        return [handle for handle, active in self.active.items() if any(row.num_silences > MAX_SILENCES for row in active.rows.values())]
+        return [
+            handle
+            for handle, active in self.active.items()
+            if any(row.num_silences > MAX_SILENCES for row in active.rows.values())
+        ]

@@ -99,8 +99,12 @@ class ModelRunner:
     """The Executor of a model in this process."""
 
     def __init__(
-        self, model: Model, kv_cache: KVCache, row_search: RowSearch | None = None, images: Mapping[str, torch.Tensor] | None = NO_IMAGES
-    ) -> None:  # fmt: skip
+        self,
+        model: Model,
+        kv_cache: KVCache,
+        row_search: RowSearch | None = None,
+        images: Mapping[str, torch.Tensor] | None = NO_IMAGES,
+    ) -> None:
         """row_search: the model's backend's, if none is given; images: embeddings of those in the
         batches, by key, [tokens, hidden]; None: another rank has them."""
         self.model = model
@@ -130,7 +134,9 @@ class ModelRunner:
             self.kv_cache.copy_blocks(batch.block_copies)
         return self.model.forward(*self.prepare(batch, drawn), self.kv_cache.layers)
 
-    def logits(self, batch: ScheduledBatch, hidden: torch.Tensor, keys: Container[RowKey] | None = None) -> torch.Tensor:
+    def logits(
+        self, batch: ScheduledBatch, hidden: torch.Tensor, keys: Container[RowKey] | None = None
+    ) -> torch.Tensor:
         """Logits of the sampled rows, [len(batch.sampled), vocab_size] float32, in that order; good
         until the head runs again. hidden: what `run` returned; keys: of the rows that are still
         wanted, where some are not."""
@@ -143,7 +149,9 @@ class ModelRunner:
         for at in range(0, len(rows), PROMPT_ROWS):
             yield self.model.logits(hidden, self._wanted(rows[at : at + PROMPT_ROWS]))
 
-    def sampled_states(self, batch: ScheduledBatch, hidden: torch.Tensor, keys: Container[RowKey] | None = None) -> torch.Tensor:
+    def sampled_states(
+        self, batch: ScheduledBatch, hidden: torch.Tensor, keys: Container[RowKey] | None = None
+    ) -> torch.Tensor:
         """The last hidden states of the sampled rows, as `logits` has them: [R, hidden] float32."""
         return self.model.states(hidden, self._wanted(_wanted_rows(batch, keys)))
 
@@ -151,7 +159,9 @@ class ModelRunner:
         """The inputs of the model's tapped layers, for some of the batch's tokens:
         [rows, layers * hidden], a copy. Of the last step; with stages, of the one that `hidden` is of."""
         assert isinstance(self.model, Decoder)
-        return self.model.tapped_states(hidden, batch.num_tokens)[to_device(np.array(rows, np.int64), self.buffers.device)]
+        return self.model.tapped_states(hidden, batch.num_tokens)[
+            to_device(np.array(rows, np.int64), self.buffers.device)
+        ]
 
     def pooled_states(self, batch: ScheduledBatch, hidden: torch.Tensor) -> torch.Tensor:
         """The last hidden states of the rows' pooled tokens, in their order, [R, hidden]
@@ -167,12 +177,16 @@ class ModelRunner:
         positions: list[int] = []
         for row in batch.rows:
             input_ids.extend(row.token_ids if not row.images else [max(0, each) for each in row.token_ids])
-            positions.extend(range(row.num_computed_tokens + row.position_shift, row.num_context_tokens + row.position_shift))
+            positions.extend(
+                range(row.num_computed_tokens + row.position_shift, row.num_context_tokens + row.position_shift)
+            )
         logit_rows = sorted({*_sampled_rows(batch), *_prompt_rows(batch), *_pooled_rows(batch)})
         prepared = ForwardBatch(
             input_ids=self.buffers.fill("input_ids", input_ids),
             positions=self._positions(batch, positions),
-            slot_mapping=self.buffers.fill("slot_mapping", [] if self.model.finds_slots else slots_of(batch, block_size)),
+            slot_mapping=self.buffers.fill(
+                "slot_mapping", [] if self.model.finds_slots else slots_of(batch, block_size)
+            ),
             query_lens=[row.num_tokens for row in batch.rows],
             context_lens=[row.num_context_tokens for row in batch.rows],
             block_tables=[row.block_table for row in batch.rows],
@@ -200,7 +214,11 @@ class ModelRunner:
         return self.buffers.fill("positions of images", [*axes[0], *axes[1], *axes[2]]).view(3, -1)
 
     def _overlay(self, batch: ScheduledBatch) -> Overlay | None:
-        runs = [(start + run.start, run) for row, start in zip(batch.rows, _starts(batch), strict=True) for run in row.images]
+        runs = [
+            (start + run.start, run)
+            for row, start in zip(batch.rows, _starts(batch), strict=True)
+            for run in row.images
+        ]
         if not runs or self.images is None:
             return None
         rows = np.concatenate([np.arange(first, first + run.count) for first, run in runs])

@@ -15,7 +15,9 @@ from shared.model.arrays import Array
 NOT_FINITE = "the model's numbers for this input are not finite"
 
 
-def pool(states: Array, batch: ScheduledBatch, get: Callable[[int], Sequence]) -> tuple[dict[int, Array], dict[int, str]]:
+def pool(
+    states: Array, batch: ScheduledBatch, get: Callable[[int], Sequence]
+) -> tuple[dict[int, Array], dict[int, str]]:
     """Take in a step's hidden states, for the sequences that `get` finds by handle.
 
     states: [R, hidden] float32 of the batch's pooled tokens, in their order. Returns by handle the

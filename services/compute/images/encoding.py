@@ -52,7 +52,9 @@ class Encoding:
 
 
 class ImageEncoding:
-    def __init__(self, tower: VisionTower, folder: Path, family: VisionFamily, max_bytes: int, token_bytes: int) -> None:
+    def __init__(
+        self, tower: VisionTower, folder: Path, family: VisionFamily, max_bytes: int, token_bytes: int
+    ) -> None:
         """folder: of the model's files; max_bytes: of embeddings, but for one sequence alone;
         token_bytes: of one token's."""
         self.tower = tower
@@ -94,8 +96,11 @@ class ImageEncoding:
     def figures(self) -> dict[str, float]:
         """Figures for the registry, by the names of Load's fields."""
         return {
-            "images_encoded": self.num_encoded, "images_found": self.num_found, "image_encoder_s": self.seconds, "images_waiting": len(self.opening),
-        }  # fmt: skip
+            "images_encoded": self.num_encoded,
+            "images_found": self.num_found,
+            "image_encoder_s": self.seconds,
+            "images_waiting": len(self.opening),
+        }
 
     def open(self, sequence: Sequence, response_id: str, images: tuple[PromptImage, ...]) -> None:
         """`step` says when the sequence has its images."""
@@ -115,7 +120,11 @@ class ImageEncoding:
 
     def expired(self, now: float) -> list[Sequence]:
         """The sequences whose deadline has passed."""
-        return [each.sequence for each in self.opening.values() if each.sequence.request.deadline is not None and each.sequence.request.deadline < now]
+        return [
+            each.sequence
+            for each in self.opening.values()
+            if each.sequence.request.deadline is not None and each.sequence.request.deadline < now
+        ]
 
     def step(self, *, is_busy: bool) -> list[tuple[Sequence, RequestError | None]]:
         """Go on. Returns the sequences that have all their images now, and, with an error, those that
@@ -164,7 +173,12 @@ class ImageEncoding:
                     continue
                 self._hold(each.sequence.handle, each.images)
             for key, image in missing.items():
-                if key in self._errors or key in self._asked or key in self.remote or (self._encoding is not None and self._encoding.key == key):
+                if (
+                    key in self._errors
+                    or key in self._asked
+                    or key in self.remote
+                    or (self._encoding is not None and self._encoding.key == key)
+                ):
                     continue
                 if self.remote.is_there and key not in self.remote.given_up:
                     if self.remote.num_free:
@@ -214,7 +228,10 @@ class ImageEncoding:
         for image in opening.images:
             found = self._embeddings.get(image.image.key)
             if found is not None and len(found) != image.num_tokens:
-                return Invalid(f"an image became {len(found)} tokens, and the prompt has {image.num_tokens} places for it", status=500)
+                return Invalid(
+                    f"an image became {len(found)} tokens, and the prompt has {image.num_tokens} places for it",
+                    status=500,
+                )
         return None
 
     def _wanted(self, key: str) -> bool:

@@ -32,7 +32,9 @@ def load_mmproj(model: Any, path: Path) -> None:
         if found is None:
             raise StartupError(f"{path}: the file has no tensor of {name}")
         if found.shape != parameter.shape:
-            raise StartupError(f"{path}: {name} has the shape {tuple(found.shape)}, the metadata says {tuple(parameter.shape)}")
+            raise StartupError(
+                f"{path}: {name} has the shape {tuple(found.shape)}, the metadata says {tuple(parameter.shape)}"
+            )
         state[name] = found.to(parameter.dtype)
     model.load_state_dict(state, assign=True)
 
@@ -45,7 +47,9 @@ def of_parameter(head: GgufHead, names: Any, family: str, name: str, like: Tenso
         parts = [tensor_of(head, names, stem.replace("qkv", each), kind) for each in "qkv"]
         return None if any(part is None for part in parts) else torch.cat([part for part in parts if part is not None])
     if stem == "visual.patch_embed.proj" and kind == "weight":  # of two images, as a film has them
-        first, second = (read_tensor(head.tensors[each]) if each in head.tensors else None for each in (PATCHES, PATCHES + ".1"))
+        first, second = (
+            read_tensor(head.tensors[each]) if each in head.tensors else None for each in (PATCHES, PATCHES + ".1")
+        )
         return None if first is None or second is None else torch.stack([first, second], 2)
     found = tensor_of(head, names, stem, kind)
     if found is None:
@@ -72,7 +76,9 @@ def library_name(family: str, name: str) -> str:
         if projector in MLP:
             return f"{MLP[projector]}.{rest}"
         return f"model.{name}" if name.endswith((".weight", ".bias")) else f"model.{name}.weight"
-    name = name.replace("vision_tower.", "vision_tower.vision_model.").replace("vision_model.vision_model.", "vision_model.")
+    name = name.replace("vision_tower.", "vision_tower.vision_model.").replace(
+        "vision_model.vision_model.", "vision_model."
+    )
     if name.endswith("mm_input_projection_weight"):
         return "multi_modal_projector.mm_input_projection.weight"
     return f"model.{name}" if name.startswith(("vision_model.", "connector.")) else name

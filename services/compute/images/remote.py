@@ -95,7 +95,11 @@ class RemoteEncoder:
     def _look_for_encoders(self) -> bool:
         """Returns whether one has gone that may have had a question. Without any, what was asked for is
         to be encoded otherwise."""
-        found = frozenset(each.replica_id for each in self.stage.registry.of("encoder", self.model) if each.fingerprint == self.fingerprint)
+        found = frozenset(
+            each.replica_id
+            for each in self.stage.registry.of("encoder", self.model)
+            if each.fingerprint == self.fingerprint
+        )
         has_lost_one = bool(self._encoders - found)
         self._encoders = found
         if not found:

@@ -30,7 +30,9 @@ class VisionTower:
         self.dtype: torch.dtype = next(model.parameters()).dtype
 
     def calls(self, inputs: dict[str, Any]) -> Iterator[dict[str, Tensor]]:
-        """The inputs of each call, to be computed one after the other. inputs: of one image, as its processor made them."""
+        """The inputs of each call, to be computed one after the other. inputs: of one image, as its
+        processor made them.
+        """
         tensors = {name: torch.from_numpy(value) for name, value in inputs.items()}
         pixels, others = tensors.pop("pixel_values"), tensors
         if pixels.dim() == 5 and not others:  # [1, tiles, 3, height, width], each tile by itself
@@ -60,7 +62,9 @@ class VisionTower:
         return found, time.monotonic() - began
 
 
-def load_tower(folder: Path, dtype: torch.dtype, device: torch.device, mmproj: Path | None = None, fingerprint: str = "") -> VisionTower:
+def load_tower(
+    folder: Path, dtype: torch.dtype, device: torch.device, mmproj: Path | None = None, fingerprint: str = ""
+) -> VisionTower:
     """Read the part that sees. folder: of a checkpoint; with an mmproj file, of its configuration. Raises
     StartupError."""
     try:
@@ -74,11 +78,21 @@ def load_tower(folder: Path, dtype: torch.dtype, device: torch.device, mmproj: P
         config = without_text(AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True))
         if mmproj is None:
             model, info = AutoModelForImageTextToText.from_pretrained(
-                folder, config=config, dtype=dtype, attn_implementation="sdpa", use_safetensors=True, trust_remote_code=False, local_files_only=True,
-                low_cpu_mem_usage=True, output_loading_info=True,
-            )  # fmt: skip
+                folder,
+                config=config,
+                dtype=dtype,
+                attn_implementation="sdpa",
+                use_safetensors=True,
+                trust_remote_code=False,
+                local_files_only=True,
+                low_cpu_mem_usage=True,
+                output_loading_info=True,
+            )
         else:
-            model, info = AutoModelForImageTextToText.from_config(config, dtype=dtype, attn_implementation="sdpa"), {"missing_keys": []}
+            model, info = (
+                AutoModelForImageTextToText.from_config(config, dtype=dtype, attn_implementation="sdpa"),
+                {"missing_keys": []},
+            )
     except Exception as error:  # of safetensors, of the model's own code, of the library's checks
         raise StartupError(f"{folder}: transformers can't load the image encoder: {first_line(error)}") from None
     if missing := sorted(name for name in info["missing_keys"] if not is_of_text(name)):

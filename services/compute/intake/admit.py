@@ -37,7 +37,9 @@ LEFT_FOR_S = 5.0  # for a replica with the fingerprint of the request's tokens: 
 REMEMBERED_S = 60.0  # so that no entry is left twice
 # prompts that wait here, where tenants and priorities count; gateways admit as many by default
 BACKLOG = 1024
-TIMEOUT_ERROR = RequestError("the request's deadline passed while it waited for its turn", 504, "deadline_s", "deadline_exceeded")
+TIMEOUT_ERROR = RequestError(
+    "the request's deadline passed while it waited for its turn", 504, "deadline_s", "deadline_exceeded"
+)
 STEAL_EVERY_S, STEAL_BUSY_EVERY_S = 0.1, 1.0  # without sequences that wait for the reply, and with
 
 
@@ -112,8 +114,14 @@ class Admitter:
     def num_places_elsewhere(self, depth: int) -> int:
         """How many sequences other replicas could take to have `depth` for each place, by their last
         figures."""
-        others = [replica.load for replica in self.stage.registry.of("compute", self.model) if replica.replica_id != self.stage.replica_id]
-        return int(sum(max(0, depth * (load.max_num_seqs or 0) - (load.running or 0) - (load.waiting or 0)) for load in others))
+        others = [
+            replica.load
+            for replica in self.stage.registry.of("compute", self.model)
+            if replica.replica_id != self.stage.replica_id
+        ]
+        return int(
+            sum(max(0, depth * (load.max_num_seqs or 0) - (load.running or 0) - (load.waiting or 0)) for load in others)
+        )
 
     def claim(self, num_wanted: int) -> None:
         """Take over what dead replicas left, and forget their names."""
@@ -142,7 +150,12 @@ class Admitter:
         """New prompts become waiting sequences, unless they were cancelled meanwhile, don't fit, or
         are here already."""
         for letter in dead:
-            self._end(letter.request_id, letter.gateway_id, letter.entry_id, RequestError(f"this request could not be handled: {letter.reason}"))
+            self._end(
+                letter.request_id,
+                letter.gateway_id,
+                letter.entry_id,
+                RequestError(f"this request could not be handled: {letter.reason}"),
+            )
         fresh: dict[str, Delivery] = {}
         second: list[bytes] = []  # entries of requests that are here by another entry
         known = {active.message.request_id: active for active in self.active.values()} if deliveries else {}
@@ -172,16 +185,28 @@ class Admitter:
         replies = self.stage.transport.run(ask)
         known = replies[2 * len(deliveries) :]
         logs = dict(zip((delivery.entry_id for delivery in claimed), known[::2], strict=True))
-        over = [delivery.entry_id for delivery, entries, in_flight in zip(claimed, known[::2], known[1::2], strict=True) if not entries and in_flight is None]
+        over = [
+            delivery.entry_id
+            for delivery, entries, in_flight in zip(claimed, known[::2], known[1::2], strict=True)
+            if not entries and in_flight is None
+        ]
         if over:  # they have ended, so long ago that their logs have expired
             self.stage.transport.run(lambda pipe: self.exchange.prompts.finish(pipe, over))
         admitted = []
-        for delivery, is_cancelled, reader in zip(deliveries, replies[0 : 2 * len(deliveries) : 2], replies[1 : 2 * len(deliveries) : 2], strict=True):
+        for delivery, is_cancelled, reader in zip(
+            deliveries, replies[0 : 2 * len(deliveries) : 2], replies[1 : 2 * len(deliveries) : 2], strict=True
+        ):
             if delivery.entry_id in over:
                 log.info("a claimed request had ended long ago", request_id=delivery.message.request_id)
             elif is_cancelled:
                 self._refuse(delivery, None)
-            elif (active := self._open(delivery, logs.get(delivery.entry_id, []), reader.decode() if reader else delivery.message.gateway_id)) is not None:
+            elif (
+                active := self._open(
+                    delivery,
+                    logs.get(delivery.entry_id, []),
+                    reader.decode() if reader else delivery.message.gateway_id,
+                )
+            ) is not None:
                 admitted.append((delivery, active))
         self._begin(admitted)
 
@@ -223,7 +248,9 @@ class Admitter:
         began = next((event.fingerprint for event in reversed(logged) if event.fingerprint), self.stage.fingerprint)
         if began == self.stage.fingerprint:
             return False
-        equal = [replica.load for replica in self.stage.registry.of("compute", self.model) if replica.fingerprint == began]
+        equal = [
+            replica.load for replica in self.stage.registry.of("compute", self.model) if replica.fingerprint == began
+        ]
         has_place = any((load.running or 0) + (load.waiting or 0) < (load.max_num_seqs or 0) for load in equal)
         if not has_place or delivery.entry_id in self._left_at:
             log.warning(
@@ -235,7 +262,9 @@ class Admitter:
             return False
         self._left_at[delivery.entry_id] = self.clock()
         num_deliveries = 0 if delivery.was_released else 1  # the replica that runs it judges whether it is poison
-        self.stage.transport.run(lambda pipe: self.exchange.prompts.release(pipe, [delivery.entry_id], num_deliveries=num_deliveries))
+        self.stage.transport.run(
+            lambda pipe: self.exchange.prompts.release(pipe, [delivery.entry_id], num_deliveries=num_deliveries)
+        )
         return True
 
     def _mistake(self, request: TokenizedRequest) -> RequestError | None:
@@ -250,7 +279,9 @@ class Admitter:
             return RequestError(reason, 400, "messages", "model_not_supported")
         longest = min(self.stage.max_model_len or num_tokens, blocks.num_blocks * blocks.block_size)
         if num_tokens > longest:
-            return RequestError(f"the request takes up to {num_tokens} tokens, this replica {longest}", 400, "max_tokens")
+            return RequestError(
+                f"the request takes up to {num_tokens} tokens, this replica {longest}", 400, "max_tokens"
+            )
         if self.engine.is_encoder and request.embedding is None:
             return RequestError("this model makes embeddings, and no text", 400, "model", "model_not_supported")
         if (name := field_with_unknown_token(request, self.vocab_size)) is not None:
@@ -291,7 +322,8 @@ class Admitter:
                 positions=placed.positions,
                 position_shift=placed.position_shift,
                 sees_whole_images=self.images is not None and self.images.family.num_whole > 0,
-                embedding=request.embedding and replace(request.embedding, pooling=request.embedding.pooling or self.engine.pooling),
+                embedding=request.embedding
+                and replace(request.embedding, pooling=request.embedding.pooling or self.engine.pooling),
             ),
             Tokens(prompt + [event.token_id for event in logged if event.token_id is not None], len(prompt)),
         )
@@ -299,7 +331,9 @@ class Admitter:
     def _begin(self, admitted: list[tuple[Delivery, ActiveRequest]]) -> None:
         """Hand requests to the scheduler; those that were in a step when their replica died, to the
         quarantine first."""
-        verdicts = self._judge([(delivery, active) for delivery, active in admitted if delivery.was_claimed and not delivery.was_released])
+        verdicts = self._judge(
+            [(delivery, active) for delivery, active in admitted if delivery.was_claimed and not delivery.was_released]
+        )
         begun = []
         for delivery, active in admitted:
             sequence, attempts = active.sequence, verdicts.get(delivery.entry_id)
@@ -329,7 +363,9 @@ class Admitter:
         logged = [active.sequence.tokens.num_output for _, active in orphans]
         verdicts = self.quarantine.judge([active.message.request_id for _, active in orphans], logged)
         num_suspects = sum(attempts is not None for attempts in verdicts)
-        log.info("requests claimed", num_requests=len(orphans), num_logged_tokens=sum(logged), num_suspects=num_suspects)
+        log.info(
+            "requests claimed", num_requests=len(orphans), num_logged_tokens=sum(logged), num_suspects=num_suspects
+        )
         return dict(zip((delivery.entry_id for delivery, _ in orphans), verdicts, strict=True))
 
     def open(self) -> list[tuple[Sequence, RequestError]]:
@@ -380,7 +416,9 @@ class Admitter:
         request = delivery.message
         reason = f"it crashed {MAX_ALONE} compute replicas in a row while it ran alone"
         values = {MESSAGE: encode(request), REQUEST_ID: request.request_id.encode()}
-        self.stage.transport.run(lambda pipe: write_dead_letter(self.exchange.prompts.stream.key, values, RuntimeError(reason), 1, pipe))
+        self.stage.transport.run(
+            lambda pipe: write_dead_letter(self.exchange.prompts.stream.key, values, RuntimeError(reason), 1, pipe)
+        )
         self._refuse(delivery, RequestError(f"this request could not be handled: {reason}"))
 
     def _refuse(self, delivery: Delivery, error: RequestError | None) -> None:
@@ -398,8 +436,14 @@ def field_with_unknown_token(request: TokenizedRequest, vocab_size: int) -> str 
     # TokenizedRequest has checked that none is negative
     params, prompt = request.params, request.prompt_token_ids
     named = {
-        "prompt": (int(prompt.max()),), "logit_bias": params.logit_bias, "stop_token_ids": params.stop_token_ids,
-        "allowed_token_ids": params.allowed_token_ids, "bad_words": itertools.chain.from_iterable(params.bad_words_token_ids),
+        "prompt": (int(prompt.max()),),
+        "logit_bias": params.logit_bias,
+        "stop_token_ids": params.stop_token_ids,
+        "allowed_token_ids": params.allowed_token_ids,
+        "bad_words": itertools.chain.from_iterable(params.bad_words_token_ids),
         "eos_token_ids": request.eos_token_ids,
-    }  # fmt: skip
-    return next((name for name, token_ids in named.items() if any(not 0 <= token_id < vocab_size for token_id in token_ids)), None)
+    }
+    return next(
+        (name for name, token_ids in named.items() if any(not 0 <= token_id < vocab_size for token_id in token_ids)),
+        None,
+    )

@@ -39,14 +39,20 @@ class Quarantine:
     @property
     def suspects(self) -> list[ActiveRequest]:
         """The requests that wait for their trial."""
-        return [active for active in self.active.values() if isinstance(active.quarantine, Suspect)] if self.is_in_use else []
+        return (
+            [active for active in self.active.values() if isinstance(active.quarantine, Suspect)]
+            if self.is_in_use
+            else []
+        )
 
     @property
     def trials(self) -> dict[int, Trial]:
         """The trials that run, by handle."""
         if not self.is_in_use:
             return {}
-        return {handle: active.quarantine for handle, active in self.active.items() if isinstance(active.quarantine, Trial)}
+        return {
+            handle: active.quarantine for handle, active in self.active.items() if isinstance(active.quarantine, Trial)
+        }
 
     def judge(self, request_ids: list[str], num_logged: list[int]) -> list[Attempts | None]:
         """Judge claimed requests: how often each was tried without progress, None for one above
@@ -57,7 +63,12 @@ class Quarantine:
         for packed, count in zip(remembered, num_logged, strict=True):
             known = Attempts(*msgpack.unpackb(packed)) if packed is not None else Attempts()
             verdicts.append(replace(known, num_logged=count) if known.has_run and count <= known.num_logged else None)
-        self._write([(verdict or Attempts(0, count)).record(name) for name, count, verdict in zip(request_ids, num_logged, verdicts, strict=True)])
+        self._write(
+            [
+                (verdict or Attempts(0, count)).record(name)
+                for name, count, verdict in zip(request_ids, num_logged, verdicts, strict=True)
+            ]
+        )
         return verdicts
 
     def hold(self, active: ActiveRequest, attempts: Attempts, *, is_prepared: bool = False) -> None:
@@ -76,7 +87,10 @@ class Quarantine:
         if not self.is_in_use:
             return frozenset()
         for active in self.active.values():
-            if isinstance(active.quarantine, Trial | Recovery) and active.sequence.tokens.num_decided > active.quarantine.num_tokens:
+            if (
+                isinstance(active.quarantine, Trial | Recovery)
+                and active.sequence.tokens.num_decided > active.quarantine.num_tokens
+            ):
                 active.quarantine = None
         parts = [active.quarantine for active in self.active.values() if active.quarantine is not None]
         self.is_in_use = bool(parts)
@@ -105,7 +119,9 @@ class Quarantine:
         """The records to write before these requests do something that may kill, and (has_run False) after
         it went well before any step."""
         return [
-            Attempts(0, active.sequence.tokens.num_decided - active.sequence.tokens.num_prompt, has_run).record(active.message.request_id)
+            Attempts(0, active.sequence.tokens.num_decided - active.sequence.tokens.num_prompt, has_run).record(
+                active.message.request_id
+            )
             for active in requests
             if not isinstance(active.quarantine, Trial)
         ]
@@ -116,14 +132,18 @@ class Quarantine:
         by_order: dict[tuple[bool, int], list[ActiveRequest]] = {}
         for active in self.suspects:
             assert isinstance(active.quarantine, Suspect)
-            by_order.setdefault((active.quarantine.is_prepared, active.quarantine.attempts.num_begun), []).append(active)
+            by_order.setdefault((active.quarantine.is_prepared, active.quarantine.attempts.num_begun), []).append(
+                active
+            )
         is_prepared, num_begun = order = min(by_order)
         units = {unit_of(active.sequence) for active in by_order[order][: 1 if num_begun else GROUP_SIZE]}
         chosen = [active for active in by_order[order] if unit_of(active.sequence) in units]
         for active in chosen:
             assert isinstance(active.quarantine, Suspect)
             num_tokens = active.sequence.tokens.num_decided
-            active.quarantine = Trial(active.quarantine.attempts, num_tokens, is_blamed=is_prepared, is_preparing=is_prepared)
+            active.quarantine = Trial(
+                active.quarantine.attempts, num_tokens, is_blamed=is_prepared, is_preparing=is_prepared
+            )
         if is_prepared:
             self._write([trial.record(self.active[handle].message.request_id) for handle, trial in self.trials.items()])
         for active in chosen:

@@ -25,10 +25,23 @@ from services.compute.models.decoder import Decoder
 from services.compute.models.library_errors import refusals
 from services.compute.ranks.group.commands import Loaded
 from services.compute.ranks.group.ends import Group, Member
-from services.compute.ranks.place import ALONE, Placement, agree_on_blocks, load_decoder, make_runner, open_place, open_stored
+from services.compute.ranks.place import (
+    ALONE,
+    Placement,
+    agree_on_blocks,
+    load_decoder,
+    make_runner,
+    open_place,
+    open_stored,
+)
 from services.compute.scheduling.admission import make_admission
 from services.compute.scheduling.scheduler import Scheduler
-from services.compute.speculation.draft_models import DraftModel, load_draft_models, make_chain_proposer, make_draft_runner
+from services.compute.speculation.draft_models import (
+    DraftModel,
+    load_draft_models,
+    make_chain_proposer,
+    make_draft_runner,
+)
 from services.compute.speculation.eagle_head import EagleHead
 from services.compute.speculation.heads import load_heads, make_head_proposer
 from services.compute.speculation.medusa import MedusaHeads
@@ -96,7 +109,11 @@ def choose_dtype(name: str, files: ModelFiles, device: torch.device) -> torch.dt
     that slowly. Raises StartupError for --dtype float16 on a CPU."""
     if name == "float16" and device.type == "cpu":
         raise StartupError("--dtype float16 runs on a GPU only (--device cuda); a CPU takes bfloat16 or float32")
-    wanted = name if name != "auto" else str(files.config.get("dtype") or files.config.get("torch_dtype") or "bfloat16").removeprefix("torch.")
+    wanted = (
+        name
+        if name != "auto"
+        else str(files.config.get("dtype") or files.config.get("torch_dtype") or "bfloat16").removeprefix("torch.")
+    )
     if wanted == "float16" and device.type != "cpu":
         return torch.float16
     return torch.float32 if wanted == "float32" else torch.bfloat16
@@ -108,7 +125,10 @@ def choose_speculators(settings: ComputeSettings, model: Model) -> tuple[str, ..
         return ()
     if not model.is_row_invariant or settings.allow_batch_variance:
         say = log.info if settings.speculate == "auto" else log.warning
-        say("no speculation: this model's results depend on the other sequences of a step", implementation=model.implementation)
+        say(
+            "no speculation: this model's results depend on the other sequences of a step",
+            implementation=model.implementation,
+        )
         return ()
     return tuple(settings.speculate.split(","))
 
@@ -120,25 +140,42 @@ def is_native_model(settings: ComputeSettings, files: ModelFiles) -> bool:
     return is_native(files.config)
 
 
-def load_model(settings: ComputeSettings, files: ModelFiles, backend: Backend, max_model_len: int | None, place: Placement = ALONE) -> Model:
+def load_model(
+    settings: ComputeSettings, files: ModelFiles, backend: Backend, max_model_len: int | None, place: Placement = ALONE
+) -> Model:
     """The model as the settings want it run, or this place's part of it. max_model_len: of the
     longest sequence, in tokens; None: as many as the cache holds. Raises StartupError."""
     if is_native_model(settings, files):
         config = read_config(files.config, max_model_len)
         return load_decoder(
-            place, 0, files.weights, config, backend, quantization=settings.quantization, group=int(settings.quantization_group),
-            attention_output=settings.quantize_attention_output, lm_head=settings.quantize_lm_head,
-        )  # fmt: skip
+            place,
+            0,
+            files.weights,
+            config,
+            backend,
+            quantization=settings.quantization,
+            group=int(settings.quantization_group),
+            attention_output=settings.quantize_attention_output,
+            lm_head=settings.quantize_lm_head,
+        )
     if settings.quantization != "none" or settings.quantize_attention_output:
-        option = f"--quantization {settings.quantization}" if settings.quantization != "none" else "--quantize-attention-output"
-        raise StartupError(f"{option}: layers of the transformers library are not quantized, only native models are (--model-impl)")
+        option = (
+            f"--quantization {settings.quantization}"
+            if settings.quantization != "none"
+            else "--quantize-attention-output"
+        )
+        raise StartupError(
+            f"{option}: layers of the transformers library are not quantized, only native models are (--model-impl)"
+        )
     try:
         # seconds that a native model need not wait
         from services.compute.models.encoder_model import is_encoder, load_classifier, load_encoder
         from services.compute.models.transformers_model import load_transformers_model
         from services.compute.weights.gguf_modules import load_gguf_modules
     except ImportError as error:
-        raise StartupError(f"{files.name} runs on the transformers library only, which can't be loaded here: {error}") from None
+        raise StartupError(
+            f"{files.name} runs on the transformers library only, which can't be loaded here: {error}"
+        ) from None
     with refusals(files.name):
         if files.labels:
             return load_classifier(files.folder, TorchBackend(backend.dtype, backend.device))
@@ -158,12 +195,18 @@ def build_engine(settings: ComputeSettings, files: ModelFiles, group: Group | No
 def room_for(settings: ComputeSettings, files: ModelFiles) -> Iterator[None]:
     """Raise StartupError, in one line, where a model and its cache have too little memory."""
     smaller = "a smaller model" if settings.quantization != "none" else "--quantization w8a8 or w4, or a smaller model"
-    cache = f"less than --kv-cache-memory {size_text(settings.kv_cache_memory)}" if settings.kv_cache_memory else "a small --kv-cache-memory"
+    cache = (
+        f"less than --kv-cache-memory {size_text(settings.kv_cache_memory)}"
+        if settings.kv_cache_memory
+        else "a small --kv-cache-memory"
+    )
     with enough_memory(files.name, f"Try {cache}, {smaller}"):
         try:
             yield
         except torch.OutOfMemoryError as error:
-            raise StartupError(f"--device cuda: {files.name} does not fit into the GPU's memory: {str(error).splitlines()[0]}") from None
+            raise StartupError(
+                f"--device cuda: {files.name} does not fit into the GPU's memory: {str(error).splitlines()[0]}"
+            ) from None
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,7 +234,10 @@ def load_models(settings: ComputeSettings, files: ModelFiles, end: Group | Membe
     device = choose_device(settings.device, 0 if end is None or end.memory_fd is None else end.rank)
     backend = open_backend(settings, files, device, settings.num_threads if end is None else end.num_threads)
     if end is not None and not is_native_model(settings, files):  # its dtype is not to blame
-        raise StartupError(f"{files.name} runs on the transformers library, whole: a group of ranks divides native models only (--tensor-parallel-size)")
+        raise StartupError(
+            f"{files.name} runs on the transformers library, whole: a group of ranks divides native models only "
+            "(--tensor-parallel-size)"
+        )
     place, limits = open_place(settings, backend, end), choose_limits(settings, device)
     limit = smallest(settings.max_model_len, files.max_model_len)
     if place.is_first:
@@ -201,9 +247,21 @@ def load_models(settings: ComputeSettings, files: ModelFiles, end: Group | Membe
         model = load_model(settings, files, backend, limit, place)
         if settings.block_size % model.backend.block_multiple:
             multiple, asked = model.backend.block_multiple, settings.block_size
-            raise StartupError(f"--block-size {asked}: the kernels take a multiple of {multiple} tokens; any number runs in torch (on a CPU --dtype float32)")
+            raise StartupError(
+                f"--block-size {asked}: the kernels take a multiple of {multiple} tokens; any number runs in torch "
+                "(on a CPU --dtype float32)"
+            )
         speculators = choose_speculators(settings, model)
-        return LoadedModels(place, device, backend, model, load_draft_models(speculators, settings, files, model, limit, place), speculators, limits, limit)
+        return LoadedModels(
+            place,
+            device,
+            backend,
+            model,
+            load_draft_models(speculators, settings, files, model, limit, place),
+            speculators,
+            limits,
+            limit,
+        )
 
 
 def load_engine(settings: ComputeSettings, files: ModelFiles, group: Group | None = None) -> Engine:
@@ -220,11 +278,27 @@ def load_engine(settings: ComputeSettings, files: ModelFiles, group: Group | Non
     identity = fingerprint(settings, files, model.backend)
     if group is not None:
         group.identify(loaded.describe(settings, identity.name))
-    size = size_encoder_cache(settings, limits, model, limit) if is_encoder else size_cache(settings, caches, limit, backend, workspace_bytes, group)
-    kv_cache = KVCache(model.config, model.backend, num_blocks=size.num_blocks, block_size=settings.block_size, group=choose_group(settings, model.config))
+    size = (
+        size_encoder_cache(settings, limits, model, limit)
+        if is_encoder
+        else size_cache(settings, caches, limit, backend, workspace_bytes, group)
+    )
+    kv_cache = KVCache(
+        model.config,
+        model.backend,
+        num_blocks=size.num_blocks,
+        block_size=settings.block_size,
+        group=choose_group(settings, model.config),
+    )
     runner = make_runner(place, 0, model, kv_cache, backend.row_search, images.embeddings if images is not None else {})
     chains = [
-        make_chain_proposer(each, runner, limits.max_batched_tokens, size.max_model_len, make_draft_runner(each, number, runner, settings, place))
+        make_chain_proposer(
+            each,
+            runner,
+            limits.max_batched_tokens,
+            size.max_model_len,
+            make_draft_runner(each, number, runner, settings, place),
+        )
         for number, each in enumerate(drafting, 1)
     ]
     with first_kernels(device), nullcontext() if isinstance(model, Decoder) else refusals(files.name):
@@ -234,10 +308,16 @@ def load_engine(settings: ComputeSettings, files: ModelFiles, group: Group | Non
             for chain in chains:
                 record_steps(chain.runner, limits.max_num_seqs)
     log.info(
-        "model loaded", model=files.name, implementation=model.implementation, device=device.type, dtype=str(backend.dtype).removeprefix("torch."),
-        threads=torch.get_num_threads(), kv_tokens=size.num_blocks * settings.block_size, workspace_mib=workspace_bytes >> 20,
+        "model loaded",
+        model=files.name,
+        implementation=model.implementation,
+        device=device.type,
+        dtype=str(backend.dtype).removeprefix("torch."),
+        threads=torch.get_num_threads(),
+        kv_tokens=size.num_blocks * settings.block_size,
+        workspace_mib=workspace_bytes >> 20,
         max_model_len=size.max_model_len,
-    )  # fmt: skip
+    )
     scheduler = make_scheduler(settings, limits, size, identity.kv, is_encoder=is_encoder)
     stored = None if is_encoder else open_stored(settings, model, kv_cache, group)
     head_proposers = [] if heads is None else [make_head_proposer(heads, runner, settings)]
@@ -264,7 +344,10 @@ def load_engine(settings: ComputeSettings, files: ModelFiles, group: Group | Non
 def reserve(settings: ComputeSettings, loaded: LoadedModels, heads: MedusaHeads | EagleHead | None = None) -> int:
     """Reserve memory for the largest step. Returns its bytes. heads: if they draft."""
     with first_kernels(loaded.device):
-        num_tokens, models = loaded.limits.max_batched_tokens, [loaded.model, *(draft.model for draft in loaded.drafting)]
+        num_tokens, models = (
+            loaded.limits.max_batched_tokens,
+            [loaded.model, *(draft.model for draft in loaded.drafting)],
+        )
         longest = longest_that_fits(settings, loaded.model, loaded.limit) or num_tokens
         workspaces = [model.workspace(num_tokens, max_sampled_of(loaded.limits), longest) for model in models]
         workspaces += [] if heads is None else [heads.workspace(num_tokens, longest)]
@@ -285,15 +368,25 @@ def cached_models(loaded: LoadedModels, end: Group | Member | None) -> list[Cach
     return [model.cache_of_all_ranks for model in models if isinstance(model, Decoder)]
 
 
-def load_images(settings: ComputeSettings, limits: BatchLimits, files: ModelFiles, model: Model) -> ImageEncoding | None:
+def load_images(
+    settings: ComputeSettings, limits: BatchLimits, files: ModelFiles, model: Model
+) -> ImageEncoding | None:
     """The part of the model that sees. Raises StartupError."""
     if files.vision is None or files.vision_folder is None:
         return None
-    if not isinstance(model, Decoder) and (not model.splits_prompts or files.vision.num_whole or isinstance(files.vision, Dynamic)):
-        log.warning("the model reads text only: how its images stand in a prompt is known to our own executor alone", implementation=model.implementation)
+    if not isinstance(model, Decoder) and (
+        not model.splits_prompts or files.vision.num_whole or isinstance(files.vision, Dynamic)
+    ):
+        log.warning(
+            "the model reads text only: how its images stand in a prompt is known to our own executor alone",
+            implementation=model.implementation,
+        )
         return None
     if (needed := files.vision.num_whole + limits.max_num_seqs) > limits.max_batched_tokens and files.vision.num_whole:
-        reason = f"an image of this model has {files.vision.num_whole} tokens, computed in one step with up to --max-num-seqs others"
+        reason = (
+            f"an image of this model has {files.vision.num_whole} tokens, computed in one step with up to "
+            "--max-num-seqs others"
+        )
         raise StartupError(f"--max-batched-tokens {limits.max_batched_tokens} must be at least {needed}: {reason}")
     tower = load_vision_tower(files, model.backend.dtype, model.backend.device)
     token_bytes = files.config["hidden_size"] * model.backend.dtype.itemsize
@@ -311,7 +404,9 @@ def open_tower(settings: EncoderSettings, files: ModelFiles) -> VisionTower:
 def load_vision_tower(files: ModelFiles, dtype: torch.dtype, device: torch.device) -> VisionTower:
     """Raises StartupError."""
     assert files.vision_folder is not None
-    return load_tower(files.vision_folder, dtype, device, files.mmproj, vision_fingerprint(files, str(dtype), device.type))
+    return load_tower(
+        files.vision_folder, dtype, device, files.mmproj, vision_fingerprint(files, str(dtype), device.type)
+    )
 
 
 def refuse_segments(model: Model, block_size: int) -> str:
@@ -325,7 +420,9 @@ def longest_that_fits(settings: ComputeSettings, model: Model, limit: int | None
     """The limit, but for sequences that all free memory could not hold: a file may say any number. On
     a GPU also where there is no limit, for nothing may grow there later."""
     shape = model.config
-    token_bytes = shape.num_layers * model.backend.kv_token_bytes(shape.num_kv_heads, shape.head_dim, group=choose_group(settings, shape))
+    token_bytes = shape.num_layers * model.backend.kv_token_bytes(
+        shape.num_kv_heads, shape.head_dim, group=choose_group(settings, shape)
+    )
     if token_bytes == 0 or (limit is None and model.backend.device.type == "cpu"):
         return limit
     return smallest(limit, max(free_memory(model.backend.device) // token_bytes, 1))
@@ -339,14 +436,22 @@ def open_backend(settings: ComputeSettings, files: ModelFiles, device: torch.dev
             raise StartupError(refusal)
         torch.set_num_threads(num_threads or os.cpu_count() or 1)
     dtype = choose_dtype(settings.dtype, files, device)
-    return choose_backend(dtype, device, activations=settings.activations, allow_batch_variance=settings.allow_batch_variance)
+    return choose_backend(
+        dtype, device, activations=settings.activations, allow_batch_variance=settings.allow_batch_variance
+    )
 
 
 def warn_of_length(settings: ComputeSettings, files: ModelFiles) -> None:
     """Log that --max-model-len asks for more than the model was made for."""
-    if settings.max_model_len is not None and files.max_model_len is not None and settings.max_model_len > files.max_model_len:
+    if (
+        settings.max_model_len is not None
+        and files.max_model_len is not None
+        and settings.max_model_len > files.max_model_len
+    ):
         log.warning(
-            "--max-model-len is more than the model was made for, and what that is holds", asked=settings.max_model_len, max_model_len=files.max_model_len
+            "--max-model-len is more than the model was made for, and what that is holds",
+            asked=settings.max_model_len,
+            max_model_len=files.max_model_len,
         )
 
 
@@ -359,8 +464,13 @@ class CacheCapacity:
 
 
 def size_cache(
-    settings: ComputeSettings, configs: Sequence[CacheShape], limit: int | None, backend: Backend, workspace_bytes: int, end: Group | Member | None,
-) -> CacheCapacity:  # fmt: skip
+    settings: ComputeSettings,
+    configs: Sequence[CacheShape],
+    limit: int | None,
+    backend: Backend,
+    workspace_bytes: int,
+    end: Group | Member | None,
+) -> CacheCapacity:
     """The cache that fits in memory, on all ranks of a group. configs: of all models that have one;
     limit: the longest sequence wanted, in tokens; None: as many as the cache holds. Raises StartupError."""
     num_blocks = choose_num_blocks(settings, configs, backend, workspace_bytes)
@@ -369,7 +479,9 @@ def size_cache(
     return CacheCapacity(num_blocks, smallest(limit, num_blocks * settings.block_size))
 
 
-def size_encoder_cache(settings: ComputeSettings, limits: BatchLimits, model: Model, limit: int | None) -> CacheCapacity:
+def size_encoder_cache(
+    settings: ComputeSettings, limits: BatchLimits, model: Model, limit: int | None
+) -> CacheCapacity:
     """Blocks that account for an encoder's texts, for as many of the longest as a step has places;
     they hold next to nothing. limit: as for size_cache."""
     longest = smallest(limit, model.longest_text)
@@ -390,15 +502,24 @@ def smallest(limit: int | None, other: int | None) -> int | None:
     return min((known for known in (limit, other) if known is not None), default=None)
 
 
-def make_scheduler(settings: ComputeSettings, limits: BatchLimits, size: CacheCapacity, kv_fingerprint: str, *, is_encoder: bool) -> Scheduler:
+def make_scheduler(
+    settings: ComputeSettings, limits: BatchLimits, size: CacheCapacity, kv_fingerprint: str, *, is_encoder: bool
+) -> Scheduler:
     """The scheduler that the settings ask for. An encoder computes each text whole, so the longest
     fits in a step, and no text shares another's blocks. kv_fingerprint: of the cache's contents."""
-    block_manager = BlockManager(size.num_blocks, settings.block_size, prefix_caching=settings.prefix_caching and not is_encoder, fingerprint=kv_fingerprint)
+    block_manager = BlockManager(
+        size.num_blocks,
+        settings.block_size,
+        prefix_caching=settings.prefix_caching and not is_encoder,
+        fingerprint=kv_fingerprint,
+    )
     return Scheduler(
         block_manager,
         make_admission(settings.admission, block_manager, confidence=settings.admission_confidence),
         max_num_seqs=limits.max_num_seqs,
-        max_batched_tokens=max(limits.max_batched_tokens, size.max_model_len) if is_encoder else limits.max_batched_tokens,
+        max_batched_tokens=max(limits.max_batched_tokens, size.max_model_len)
+        if is_encoder
+        else limits.max_batched_tokens,
         aging_s=settings.aging_s,
         target_itl_s=settings.target_itl_ms / 1000 if settings.target_itl_ms is not None else None,
         run_ahead=settings.run_ahead,

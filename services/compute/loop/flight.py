@@ -85,7 +85,9 @@ def drop_orphans(step: StepInModel, scheduler: Scheduler) -> None:
             scheduler.truncate(sequence, first)
 
 
-def launch(batch: ScheduledBatch, hidden: Any, reduction: Reduction, scheduler: Scheduler, began_at: float = 0.0) -> Flight:
+def launch(
+    batch: ScheduledBatch, hidden: Any, reduction: Reduction, scheduler: Scheduler, began_at: float = 0.0
+) -> Flight:
     """The step's reduction has begun. A row that could not be edited gets no PENDING token, and the
     sequence's drafts behind it are dropped."""
     edited = {prefix.key: prefix for prefix in reduction.prefixes}
@@ -111,7 +113,11 @@ def collect(flight: Flight, scheduler: Scheduler) -> Collected:
     rows = flight.reduction.finish()
     chosen = dict(zip(rows.keys, rows.chosen.tolist(), strict=True))
     drawn_ids = flight.reduction.searching.read_drawn()
-    drawn = {} if drawn_ids is None else dict(zip([prefix.key for prefix in flight.reduction.prefixes], drawn_ids.tolist(), strict=True))
+    drawn = (
+        {}
+        if drawn_ids is None
+        else dict(zip([prefix.key for prefix in flight.reduction.prefixes], drawn_ids.tolist(), strict=True))
+    )
     kept: set[RowKey] = set()
     decided: dict[int, int] = {}
     failures: dict[int, RequestError] = {}
@@ -147,7 +153,11 @@ def stands(prefixes: list[Prefix], chosen: dict[RowKey, int]) -> list[Prefix]:
     standing = [prefixes[0]]
     for before, prefix in pairwise(prefixes):
         token_id = chosen[before.key]
-        if prefix.sequence.tokens.ids[before.num_tokens] != token_id or is_end(before, token_id) or prefix.key not in chosen:
+        if (
+            prefix.sequence.tokens.ids[before.num_tokens] != token_id
+            or is_end(before, token_id)
+            or prefix.key not in chosen
+        ):
             break
         standing.append(prefix)
     return standing

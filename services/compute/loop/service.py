@@ -166,7 +166,9 @@ class ComputeService:
     def restore(self, policy: StepPolicy) -> bool:
         """Read blocks of sequences that may begin in the next step from the second tier, for a bounded time.
         Returns whether all are read."""
-        return self.tier is None or self.tier.restore(self.scheduler.next_to_begin(policy), self.scheduler.step_cost.token_s)
+        return self.tier is None or self.tier.restore(
+            self.scheduler.next_to_begin(policy), self.scheduler.step_cost.token_s
+        )
 
     def wait(self, policy: StepPolicy) -> None:
         """Wait for messages: there is nothing to compute. A short wait if an image, a grammar or a mask may
@@ -187,7 +189,9 @@ class ComputeService:
             self.collect(self.flight)
         if apart:
             self.empty_stages()
-        in_stages = frozenset(row.handle for step in self.in_model for row in step.batch.rows if row.sampled or row.pooled)
+        in_stages = frozenset(
+            row.handle for step in self.in_model for row in step.batch.rows if row.sampled or row.pooled
+        )
         return replace(self.base_policy, apart=apart, held=held, in_stages=in_stages)
 
     def start_step(self, batch: ScheduledBatch) -> None:
@@ -239,7 +243,9 @@ class ComputeService:
         self.meter.lap("forward")
         masks = masking.result(MASK_BUDGET_S) if masking is not None else NO_MASKS
         reduction = begin_reduction(logits, list(rows.values()), self.executor.row_search, masks)
-        self.hold_back([rows[key] for key in batch.firsts if key in masks.late and key in rows], {key.handle for key in masks.late})
+        self.hold_back(
+            [rows[key] for key in batch.firsts if key in masks.late and key in rows], {key.handle for key in masks.late}
+        )
         self.flight = launch(batch, hidden, reduction, self.scheduler, step.began_at)
         self.meter.lap("reduce")
         is_embedding = any(not row.sampled and get(row.handle).request.embedding is not None for row in batch.rows)
@@ -257,7 +263,11 @@ class ComputeService:
                 active.scheduled_at = started_at
             groups = {active.sequence.request.group_id for active in new} - {None}
             if groups:  # the other choices of a prompt are blamed with the first
-                new += [active for active in self.active.values() if active.sequence.request.group_id in groups and not active.scheduled_at]
+                new += [
+                    active
+                    for active in self.active.values()
+                    if active.sequence.request.group_id in groups and not active.scheduled_at
+                ]
             self.exchange.remember(self.admitter.quarantine.records_of(new, has_run=True))
         self.exchange.publish_held()
 
@@ -334,7 +344,11 @@ class ComputeService:
         sequence = active.sequence
         at = sequence.tokens.num_decided
         if decision.token_id == LOST:
-            log.warning("Redis has lost a part of a log, computing it again", request_id=sequence.request.request_id, num_tokens=at)
+            log.warning(
+                "Redis has lost a part of a log, computing it again",
+                request_id=sequence.request.request_id,
+                num_tokens=at,
+            )
             self.give_up(active, "log lost")
             self.release([active.entry_id])
             return
@@ -346,7 +360,11 @@ class ComputeService:
         if at < len(sequence.tokens) and sequence.tokens.ids[at] == decision.token_id:
             self.scheduler.confirm(sequence)
         else:
-            log.warning("decided token differs from the predicted one", request_id=sequence.request.request_id, position=decision.position)
+            log.warning(
+                "decided token differs from the predicted one",
+                request_id=sequence.request.request_id,
+                position=decision.position,
+            )
             self.drop_surplus(active, at, decision.position)
             self.scheduler.append(sequence, decision.token_id)
         if decision.is_finished:
@@ -367,7 +385,9 @@ class ComputeService:
         waiting = [
             sequence
             for sequence in self.scheduler.waiting
-            if not sequence.has_begun and not sequence.tokens.num_output and sequence.handle not in self.scheduler.policy.apart
+            if not sequence.has_begun
+            and not sequence.tokens.num_output
+            and sequence.handle not in self.scheduler.policy.apart
         ]
         waiting.sort(key=lambda sequence: (sequence.rank, sequence.handle))
         surplus = [self.active[sequence.handle] for sequence in waiting[-num_surplus:]]
@@ -404,7 +424,14 @@ class ComputeService:
         before the next step."""
         sequence = active.sequence
         self.stage.transport.run(
-            lambda pipe: end_request(pipe, self.model, sequence.request.request_id, active.gateway_id, error=error, num_prompt_tokens=sequence.num_prompt_ids)
+            lambda pipe: end_request(
+                pipe,
+                self.model,
+                sequence.request.request_id,
+                active.gateway_id,
+                error=error,
+                num_prompt_tokens=sequence.num_prompt_ids,
+            )
         )
         self.end(active, tell_sampler=True, is_complete=False, outcome="failed" if error else "cancelled")
         log.info(
@@ -445,10 +472,16 @@ class ComputeService:
         self.exchange.tell_prefixes()
         self.admitter.claim(self.admitter.num_wanted)
         self.hand_on()
-        gone = self.readers.gone({active.gateway_id for active in self.active.values() if active.gateway_id is not None}, self.stage.registry)
+        gone = self.readers.gone(
+            {active.gateway_id for active in self.active.values() if active.gateway_id is not None}, self.stage.registry
+        )
         for active in list(self.active.values()):
             if active.gateway_id in gone:
-                log.info("the gateway that read this request is gone", request_id=active.message.request_id, gateway_id=active.gateway_id)
+                log.info(
+                    "the gateway that read this request is gone",
+                    request_id=active.message.request_id,
+                    gateway_id=active.gateway_id,
+                )
                 self.cancel(active)
 
     def leave_snapshot(self) -> None:
@@ -460,7 +493,9 @@ class ComputeService:
         if self.clock() < self._figures_at + FIGURES_EVERY_S:
             return
         self._figures_at = self.clock()
-        figures = (self.tier.figures() if self.tier is not None else {}) | (self.images.figures() if self.images is not None else {})
+        figures = (self.tier.figures() if self.tier is not None else {}) | (
+            self.images.figures() if self.images is not None else {}
+        )
         self.stage.load = load_figures(
             self.meter,
             self.scheduler,
@@ -476,7 +511,13 @@ class ComputeService:
         )
         view = None
         if self.stage.registry.is_watched:
-            view = make_view(self.stage.replica_id, self.active.values(), self.scheduler.running, self.scheduler.block_manager, self.speculation.tallies)
+            view = make_view(
+                self.stage.replica_id,
+                self.active.values(),
+                self.scheduler.running,
+                self.scheduler.block_manager,
+                self.speculation.tallies,
+            )
         self.snapshot = replace(self.snapshot, view=view)
 
     def on_heartbeat(self, pipe: Pipeline) -> None:

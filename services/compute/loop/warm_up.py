@@ -19,7 +19,11 @@ from shared.process.errors import StartupError
 # tokens of a step whose results are searched
 SINGLES = (1, 17, 65)
 CHUNK = 70  # tokens, in a step with a single one
-DRAWS = (SamplingParams(max_tokens=1, temperature=0.0), SamplingParams(max_tokens=1, top_p=0.9, logprobs=2), SamplingParams(max_tokens=1, top_k=256))
+DRAWS = (
+    SamplingParams(max_tokens=1, temperature=0.0),
+    SamplingParams(max_tokens=1, top_p=0.9, logprobs=2),
+    SamplingParams(max_tokens=1, top_k=256),
+)
 
 
 def warm_up(runner: ModelRunner, max_num_seqs: int) -> None:
@@ -32,7 +36,10 @@ def warm_up(runner: ModelRunner, max_num_seqs: int) -> None:
         batch = make_step(runner, lens)
         hidden = runner.run(batch)
         for params in DRAWS:
-            sequences = [Sequence(Request(row.handle, "", params), Tokens(list(row.token_ids), row.num_tokens)) for row in batch.rows]
+            sequences = [
+                Sequence(Request(row.handle, "", params), Tokens(list(row.token_ids), row.num_tokens))
+                for row in batch.rows
+            ]
             reduce(runner.logits(batch, hidden), sequences, runner.row_search)
     if runner.model.takes_segments:
         runner.run(make_step(runner, [1, longest], has_holes=True))
@@ -50,18 +57,26 @@ def make_step(runner: ModelRunner, lens: list[int], *, has_holes: bool = False) 
     """A step of sequences of these lengths, in tokens."""
     table = tuple(range(min(runner.kv_cache.num_blocks, CHUNK)))
     block_lens = (runner.kv_cache.block_size,) * len(table) if has_holes else ()
-    rows = tuple(BatchRow(handle, (0,) * length, 0, table, range(length - 1, length), block_lens=block_lens) for handle, length in enumerate(lens))
+    rows = tuple(
+        BatchRow(handle, (0,) * length, 0, table, range(length - 1, length), block_lens=block_lens)
+        for handle, length in enumerate(lens)
+    )
     return ScheduledBatch(rows, lens.count(1))
 
 
 def check_numbers(runner: ModelRunner, name: str) -> None:
-    """Run one token. Raises StartupError where that gives no numbers: a NaN in the weights would fail each request by itself."""
+    """Run one token. Raises StartupError where that gives no numbers: a NaN in the weights would
+    fail each request by itself.
+    """
     draws = runner.model.splits_prompts  # an encoder has no logits
     batch = ScheduledBatch((BatchRow(0, (0,), 0, (0,), range(draws), pooled=range(not draws)),), int(draws))
     hidden = runner.run(batch)
     numbers = runner.logits(batch, hidden) if draws else runner.pooled_states(batch, hidden)
     if not bool(torch.isfinite(numbers.amax())):  # of a row with a NaN, that is the largest
-        raise StartupError(f"{name}: its results are NaN or infinite: its weights are, or this dtype can't hold its activations; try another --dtype")
+        raise StartupError(
+            f"{name}: its results are NaN or infinite: its weights are, or this dtype can't hold its activations; try "
+            "another --dtype"
+        )
 
 
 @contextmanager
@@ -75,4 +90,6 @@ def first_kernels(device: torch.device) -> Iterator[None]:
     except Exception as error:
         if device.type != "cuda":
             raise
-        raise StartupError(f"--device cuda: this GPU can't run a step: {' '.join(str(error).split()) or repr(error)}") from error
+        raise StartupError(
+            f"--device cuda: this GPU can't run a step: {' '.join(str(error).split()) or repr(error)}"
+        ) from error

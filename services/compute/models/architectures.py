@@ -27,7 +27,8 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "Gemma3ForCausalLM": _GEMMA3,
     "Gemma3ForConditionalGeneration": _GEMMA3,
     "GemmaForCausalLM": _GEMMA,
-    "GptOssForCausalLM": _EPS | {"head_dim": 64, "sliding_window": 128, "rope_theta": 150_000.0, "attention_bias": True},
+    "GptOssForCausalLM": _EPS
+    | {"head_dim": 64, "sliding_window": 128, "rope_theta": 150_000.0, "attention_bias": True},
     "InternLM3ForCausalLM": _EPS | _HEADS,
     "MinistralForCausalLM": _WINDOW,
     "MistralForCausalLM": _WINDOW,
@@ -51,7 +52,14 @@ FULL, SLIDING = "full_attention", "sliding_attention"  # of layer_types
 ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh"}
 
 # gpt-oss' RoPE
-YARN = {"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False, "original_max_position_embeddings": 4096}
+YARN = {
+    "rope_type": "yarn",
+    "factor": 32.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+    "original_max_position_embeddings": 4096,
+}
 
 Config = dict[str, Any]  # a parsed config.json
 
@@ -73,7 +81,9 @@ def read_config(config: Config, max_model_len: int | None = None) -> ModelConfig
     architecture = architecture_of(config)
     reader = ARCHITECTURES.get(architecture)
     if reader is None:
-        raise StartupError(f"architecture {architecture} is not supported; these are: {', '.join(sorted(ARCHITECTURES))}")
+        raise StartupError(
+            f"architecture {architecture} is not supported; these are: {', '.join(sorted(ARCHITECTURES))}"
+        )
     config = DEFAULTS.get(architecture, {}) | config
     quantized = config.get("quantization_config") or config.get("compression_config") or {}
     if not isinstance(quantized, dict):
@@ -87,24 +97,43 @@ def read_config(config: Config, max_model_len: int | None = None) -> ModelConfig
         packed = _packed(quantized) if is_packed else None
     except KeyError as error:
         raise StartupError(f"config.json has no {error.args[0]}") from None
-    except (TypeError, ValueError, ArithmeticError, AttributeError, RuntimeError) as error:  # torch raises the last for a list of other things than numbers
+    except (
+        TypeError,
+        ValueError,
+        ArithmeticError,
+        AttributeError,
+        RuntimeError,
+    ) as error:  # torch raises the last for a list of other things than numbers
         raise StartupError(f"config.json has a value of the wrong type or out of range: {first_line(error)}") from None
-    share = (config.get("rope_parameters") or {}).get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0
+    share = (
+        (config.get("rope_parameters") or {}).get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0
+    )
     if share != 1.0 and architecture != "Phi3ForCausalLM":
         raise StartupError(f"partial_rotary_factor {share} is not supported for {architecture}")
     if quantized.get("quant_method") == "mxfp4" and architecture != "GptOssForCausalLM":
         raise StartupError(f"quantization_config: mxfp4 is supported for gpt-oss only, this is {architecture}")
     if {len(read.sliding_windows), len(read.rope_of_layer)} != {read.num_layers}:
-        raise StartupError(f"config.json describes {len(read.sliding_windows)} layers one by one, num_hidden_layers is {read.num_layers}")
+        raise StartupError(
+            f"config.json describes {len(read.sliding_windows)} layers one by one, num_hidden_layers is "
+            f"{read.num_layers}"
+        )
     if read.num_heads % read.num_kv_heads:
-        raise StartupError(f"config.json: num_attention_heads {read.num_heads} is not a multiple of num_key_value_heads {read.num_kv_heads}")
+        raise StartupError(
+            f"config.json: num_attention_heads {read.num_heads} is not a multiple of num_key_value_heads "
+            f"{read.num_kv_heads}"
+        )
     return replace(read, packed=packed, quantization_config=None if is_packed else quantized or None)
 
 
 def _packed(quantized: Config) -> Packed:
     """quantization_config as penstock quantize wrote it; at first it packed the LM head like the
     layers, and did not say so."""
-    return Packed(quantized["quantization"], quantized["group"], quantized.get("attention_output", False), quantized.get("lm_head", True))
+    return Packed(
+        quantized["quantization"],
+        quantized["group"],
+        quantized.get("attention_output", False),
+        quantized.get("lm_head", True),
+    )
 
 
 def _llama(config: Config, max_model_len: int, *, rotary_share: float = 1.0) -> ModelConfig:
@@ -139,7 +168,10 @@ def _llama(config: Config, max_model_len: int, *, rotary_share: float = 1.0) -> 
 
 def _internlm3(config: Config, max_model_len: int) -> ModelConfig:
     """Llama, with other names of the biases."""
-    biases = {"attention_bias": config.get("qkv_bias", config.get("attention_bias")), "mlp_bias": config.get("bias", config.get("mlp_bias"))}
+    biases = {
+        "attention_bias": config.get("qkv_bias", config.get("attention_bias")),
+        "mlp_bias": config.get("bias", config.get("mlp_bias")),
+    }
     return _llama(config | biases, max_model_len)
 
 
@@ -190,9 +222,13 @@ def _qwen2_moe(config: Config, max_model_len: int) -> ModelConfig:
     """Qwen 2 MoE: of the layers before max_window_layers, every other has a window, the first among
     them; when switched on."""
     first, num_layers = config.get("max_window_layers", 28), config["num_hidden_layers"]
-    kinds = config.get("layer_types") or [SLIDING if layer < first and layer % 2 == 0 else FULL for layer in range(num_layers)]
+    kinds = config.get("layer_types") or [
+        SLIDING if layer < first and layer % 2 == 0 else FULL for layer in range(num_layers)
+    ]
     moe = replace(_qwen_moe(config), shared_intermediate_size=config["shared_expert_intermediate_size"])
-    return replace(_qwen2(config | {"layer_types": kinds}, max_model_len), has_qkv_bias=config.get("qkv_bias", True), moe=moe)
+    return replace(
+        _qwen2(config | {"layer_types": kinds}, max_model_len), has_qkv_bias=config.get("qkv_bias", True), moe=moe
+    )
 
 
 def _qwen3_moe(config: Config, max_model_len: int) -> ModelConfig:
@@ -219,7 +255,9 @@ def _qwen_moe(config: Config) -> MoeConfig:
         intermediate_size=config["moe_intermediate_size"],
         has_normalized_weights=bool(config.get("norm_topk_prob", False)),
         shared_intermediate_size=0,
-        sparse_layers=frozenset(layer for layer in range(config["num_hidden_layers"]) if layer not in plain and (layer + 1) % step == 0),
+        sparse_layers=frozenset(
+            layer for layer in range(config["num_hidden_layers"]) if layer not in plain and (layer + 1) % step == 0
+        ),
     )
 
 
@@ -229,7 +267,10 @@ def _gpt_oss(config: Config, max_model_len: int) -> ModelConfig:
     if "rope_parameters" not in config and "rope_scaling" not in config:
         config = config | {"rope_scaling": YARN}
     read = _llama(config, max_model_len)
-    if (config.get("swiglu_alpha", SWIGLU_ALPHA), config.get("swiglu_limit", SWIGLU_LIMIT)) != (SWIGLU_ALPHA, SWIGLU_LIMIT):
+    if (config.get("swiglu_alpha", SWIGLU_ALPHA), config.get("swiglu_limit", SWIGLU_LIMIT)) != (
+        SWIGLU_ALPHA,
+        SWIGLU_LIMIT,
+    ):
         raise StartupError(f"config.json: swiglu_alpha and swiglu_limit must be {SWIGLU_ALPHA} and {SWIGLU_LIMIT}")
     return replace(
         read,
@@ -250,8 +291,12 @@ def _gpt_oss(config: Config, max_model_len: int) -> ModelConfig:
 
 def _phi3(config: Config, max_model_len: int) -> ModelConfig:
     """Phi-3, 3.5 and 4. Their first checkpoints call longrope su, or yarn."""
-    config = config | {name: _as_longrope(config[name]) for name in ("rope_scaling", "rope_parameters") if config.get(name)}
-    share = (config.get("rope_parameters") or {}).get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0
+    config = config | {
+        name: _as_longrope(config[name]) for name in ("rope_scaling", "rope_parameters") if config.get(name)
+    }
+    share = (
+        (config.get("rope_parameters") or {}).get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0
+    )
     if not 0 < share <= 1:
         raise ValueError(f"partial_rotary_factor is {share}, not a share")
     read = _llama(config, max_model_len, rotary_share=share)
@@ -301,7 +346,9 @@ def _llava(config: Config, max_model_len: int) -> ModelConfig:
     """The text part of a model that sees: one of other families, as its model_type says."""
     kind = str(config.get("model_type", "llama"))
     if kind not in TEXTS:  # asked for with --model-impl native
-        raise StartupError(f"config.json: a text_config of the model_type {kind} is not supported here; these are: {', '.join(TEXTS)}")
+        raise StartupError(
+            f"config.json: a text_config of the model_type {kind} is not supported here; these are: {', '.join(TEXTS)}"
+        )
     return TEXTS[kind](config, max_model_len)
 
 
@@ -322,7 +369,12 @@ def _olmo3(config: Config, max_model_len: int) -> ModelConfig:
     kinds = _layer_types(config, pattern=4)
     read = _olmo2(config, max_model_len)
     local = read_rope(config | {"rope_scaling": None}, read.head_dim, max_model_len, SLIDING)
-    return replace(read, ropes=(read.ropes[0], local), rope_of_layer=tuple(int(kind == SLIDING) for kind in kinds), sliding_windows=_windows(config, kinds))
+    return replace(
+        read,
+        ropes=(read.ropes[0], local),
+        rope_of_layer=tuple(int(kind == SLIDING) for kind in kinds),
+        sliding_windows=_windows(config, kinds),
+    )
 
 
 def _exaone4(config: Config, max_model_len: int) -> ModelConfig:
@@ -330,7 +382,11 @@ def _exaone4(config: Config, max_model_len: int) -> ModelConfig:
     read = _llama(config, max_model_len)
     has_windows = config.get("sliding_window") is not None
     pattern = config.get("sliding_window_pattern") or 4  # or a text such as LLLG
-    kinds = _layer_types(config, pattern=pattern if isinstance(pattern, int) else len(pattern)) if has_windows else [FULL] * read.num_layers
+    kinds = (
+        _layer_types(config, pattern=pattern if isinstance(pattern, int) else len(pattern))
+        if has_windows
+        else [FULL] * read.num_layers
+    )
     return replace(
         read,
         has_pre_norms=False,
@@ -374,7 +430,9 @@ def _smollm3(config: Config, max_model_len: int) -> ModelConfig:
 
 def _layer_types(config: Config, *, pattern: int) -> list[str]:
     """The kind of each layer: as config.json says, or each pattern-th sees all."""
-    return config.get("layer_types") or [SLIDING if (layer + 1) % pattern else FULL for layer in range(config["num_hidden_layers"])]
+    return config.get("layer_types") or [
+        SLIDING if (layer + 1) % pattern else FULL for layer in range(config["num_hidden_layers"])
+    ]
 
 
 def _windows(config: Config, kinds: list[str]) -> tuple[int | None, ...]:
@@ -387,7 +445,12 @@ def _windows(config: Config, kinds: list[str]) -> tuple[int | None, ...]:
     return tuple(window if kind == SLIDING else None for kind in kinds)
 
 
-TEXTS: dict[str, Callable[[Config, int], ModelConfig]] = {"llama": _llama, "mistral": _mistral, "qwen2": _qwen2, "qwen3": _qwen3}
+TEXTS: dict[str, Callable[[Config, int], ModelConfig]] = {
+    "llama": _llama,
+    "mistral": _mistral,
+    "qwen2": _qwen2,
+    "qwen3": _qwen3,
+}
 
 ARCHITECTURES: dict[str, Callable[[Config, int], ModelConfig]] = {
     "Exaone4ForCausalLM": _exaone4,

@@ -83,5 +83,12 @@ class ModelConfig:
         if not all(isinstance(number, int) and 0 <= number < len(self.ropes) for number in set(self.rope_of_layer)):
             raise ValueError("what it says of the layers that rotate (no_rope_layers) is not a 0 or 1 for each")
         for rope in self.ropes:
-            if 2 * len(rope.inv_freq) > self.head_dim or not bool(rope.inv_freq.isfinite().all()) or not math.isfinite(rope.scale):
-                raise ValueError(f"its RoPE has frequencies that are not finite, or more than a head of {self.head_dim} dimensions turns by")
+            if (
+                2 * len(rope.inv_freq) > self.head_dim
+                or not bool(rope.inv_freq.isfinite().all())
+                or not math.isfinite(rope.scale)
+            ):
+                raise ValueError(
+                    f"its RoPE has frequencies that are not finite, or more than a head of {self.head_dim} dimensions "
+                    "turns by"
+                )

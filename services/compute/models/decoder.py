@@ -69,9 +69,15 @@ class Decoder:
     longest_text = None
 
     def __init__(
-        self, config: ModelConfig, weights: ModelWeights, backend: Backend, cut: Cut | None = None, stage: PipelineStage | None = None,
-        whole: ModelConfig | None = None, shards: Receiver | Sender | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        config: ModelConfig,
+        weights: ModelWeights,
+        backend: Backend,
+        cut: Cut | None = None,
+        stage: PipelineStage | None = None,
+        whole: ModelConfig | None = None,
+        shards: Receiver | Sender | None = None,
+    ) -> None:
         """backend: which made the weights' layers; cut, stage: of weights that are a rank's part, as
         config is then (rank.py); whole: the configuration of all ranks together; shards: by which parts
         of the layers come, or go to the rank that computes."""
@@ -84,7 +90,9 @@ class Decoder:
         self.shards = shards
         self.inv_freqs = [rope.inv_freq.to(backend.device) for rope in config.ropes]
         # a rank without heads plans its steps like one with a head
-        heads = Heads(config.num_heads or 1, config.num_kv_heads or 1, config.head_dim, 2 * len(config.ropes[0].inv_freq))
+        heads = Heads(
+            config.num_heads or 1, config.num_kv_heads or 1, config.head_dim, 2 * len(config.ropes[0].inv_freq)
+        )
         if cut is not None:
             own, sharing = cut.heads[cut.rank], self.whole.num_heads // self.whole.num_kv_heads
             heads = replace(heads, per_kv_head=sharing, num_before=own.queries.start - own.kv.start * sharing)
@@ -93,7 +101,12 @@ class Decoder:
         # rounded, as where the models were trained
         self.embedding_multiplier = torch.tensor(multiplier, dtype=backend.dtype, device=backend.device)
         self.wiring = Wiring(
-            config.hidden_size, config.rms_norm_eps, config.residual_multiplier, config.has_post_norms, config.sliding_windows, config.rope_of_layer
+            config.hidden_size,
+            config.rms_norm_eps,
+            config.residual_multiplier,
+            config.has_post_norms,
+            config.sliding_windows,
+            config.rope_of_layer,
         )
         # layers whose parts come one after the other are called one by one
         self.stack = None if shards is not None else backend.stack(weights.layers, self.attention, self.wiring, cut)
@@ -107,7 +120,11 @@ class Decoder:
     @property
     def cache_of_all_ranks(self) -> ModelConfig:
         """The configuration of the KV cache that they have together: a KV head may be on several."""
-        return self.whole if self.cut is None else replace(self.whole, num_kv_heads=sum(len(each.kv) for each in self.cut.heads))
+        return (
+            self.whole
+            if self.cut is None
+            else replace(self.whole, num_kv_heads=sum(len(each.kv) for each in self.cut.heads))
+        )
 
     @property
     def cached_part(self) -> str:
@@ -151,7 +168,9 @@ class Decoder:
         x = self.run_layers(self.first_states(batch), plan, kv_layers)
         if self.stage is None:
             return x
-        return self.stage.pass_on(x, batch.logit_rows, None if self.taps is None else self.taps.take(len(x)), self.tapped_layers)
+        return self.stage.pass_on(
+            x, batch.logit_rows, None if self.taps is None else self.taps.take(len(x)), self.tapped_layers
+        )
 
     def run_layers(self, x: Tensor, plan: Any, kv_layers: Sequence[Tensor]) -> Tensor:
         """All layers that are here. x: [T, hidden], as it enters the first."""
@@ -189,8 +208,15 @@ class Decoder:
         plan."""
         ropes = self._take_rotary_tables(len(batch.input_ids))
         inputs = AttentionInputs(
-            batch.query_lens, batch.context_lens, batch.block_tables, batch.slot_mapping, ropes, batch.block_lens, batch.last_seen, batch.handles
-        )  # fmt: skip
+            batch.query_lens,
+            batch.context_lens,
+            batch.block_tables,
+            batch.slot_mapping,
+            ropes,
+            batch.block_lens,
+            batch.last_seen,
+            batch.handles,
+        )
         plan = self.attention.plan(inputs, block_size)
         self.backend.buffers.upload()
         self._fill_rotary_tables(ropes, batch.positions)
@@ -198,11 +224,18 @@ class Decoder:
 
     def run_layer(self, number: int, layer: LayerWeights, x: Tensor, kv: Tensor, plan: Any) -> Tensor:
         """Run one layer of a step. x: [T, hidden]; kv: the layer's cache. Returns [T, hidden]."""
-        eps, norms, window, rope = self.config.rms_norm_eps, layer.norms, self.config.sliding_windows[number], self.config.rope_of_layer[number]
+        eps, norms, window, rope = (
+            self.config.rms_norm_eps,
+            layer.norms,
+            self.config.sliding_windows[number],
+            self.config.rope_of_layer[number],
+        )
         h = x[:, :0]
         if layer.qkv is not ELSEWHERE:
             qkv = layer.qkv(x, norm=norms.before_attention, eps=eps)
-            h = self.attention(qkv, kv, plan, window=window, norms=(norms.q, norms.k), eps=eps, rope=rope, sinks=layer.sinks)
+            h = self.attention(
+                qkv, kv, plan, window=window, norms=(norms.q, norms.k), eps=eps, rope=rope, sinks=layer.sinks
+            )
         if self.wiring.adds_in_layers:
             x = layer.output(h, residual=x)
             return layer.mlp(x, norm=norms.before_mlp, eps=eps)
@@ -213,13 +246,17 @@ class Decoder:
     def logits(self, hidden: Any, rows: Tensor) -> Tensor:
         """The logits of some tokens, rows [R] of what `forward` returned. Returns [R, vocab]
         float32, good until the next call."""
-        return self._finish(self.weights.lm_head.logits(hidden[rows], norm=self.weights.norm, eps=self.config.rms_norm_eps))
+        return self._finish(
+            self.weights.lm_head.logits(hidden[rows], norm=self.weights.norm, eps=self.config.rms_norm_eps)
+        )
 
     @torch.inference_mode()
     def serve_head(self, num_rows: int, *, is_normed: bool) -> None:
         """This rank's part of a call of the head on rank 0, which has a GatheredHead."""
         if isinstance(self.weights.lm_head, GatheredHead):
-            self.weights.lm_head.serve(num_rows, norm=self.weights.norm if is_normed else None, eps=self.config.rms_norm_eps)
+            self.weights.lm_head.serve(
+                num_rows, norm=self.weights.norm if is_normed else None, eps=self.config.rms_norm_eps
+            )
 
     @torch.inference_mode()
     def states(self, hidden: Any, rows: Tensor) -> Tensor:
@@ -233,10 +270,22 @@ class Decoder:
         if self.taps is not None:
             self.taps.take(max(num_tokens, num_logits))
         mlps = [layer.mlp for layer in self.weights.layers]
-        found = [own_of(each) for layer in self.weights.layers for each in (layer.qkv, layer.output, *layer.mlp.linears.values())]
+        found = [
+            own_of(each)
+            for layer in self.weights.layers
+            for each in (layer.qkv, layer.output, *layer.mlp.linears.values())
+        ]
         linears = [each for each in found if each is not None]
         step = LargestStep(
-            linears, mlps, own_of(self.weights.lm_head), self.attention, self.stack, self.config.hidden_size, num_tokens, num_logits, max_model_len
+            linears,
+            mlps,
+            own_of(self.weights.lm_head),
+            self.attention,
+            self.stack,
+            self.config.hidden_size,
+            num_tokens,
+            num_logits,
+            max_model_len,
         )
         return self.backend.workspace(step)
 
@@ -246,22 +295,35 @@ class Decoder:
         return x if self.config.embedding_multiplier == 1.0 else x * self.embedding_multiplier
 
     def _add(self, x: Tensor, h: Tensor, norm: Tensor | None) -> Tensor:
-        return self.backend.row_math.add(x, h, norm=norm, eps=self.config.rms_norm_eps, multiplier=self.config.residual_multiplier)
+        return self.backend.row_math.add(
+            x, h, norm=norm, eps=self.config.rms_norm_eps, multiplier=self.config.residual_multiplier
+        )
 
     def _finish(self, logits: Tensor) -> Tensor:
         multiplier, cap = self.config.logits_multiplier, self.config.logits_cap
-        return logits if multiplier == 1.0 and cap == 0.0 else self.backend.row_math.finish_logits(logits, multiplier=multiplier, cap=cap)
+        return (
+            logits
+            if multiplier == 1.0 and cap == 0.0
+            else self.backend.row_math.finish_logits(logits, multiplier=multiplier, cap=cap)
+        )
 
     def _take_rotary_tables(self, num_tokens: int) -> tuple[CosSin, ...]:
         """Room for cos and sin of the step's positions, of each of the model's ropes."""
         take = self.backend.buffers.take
         shapes = [(num_tokens, len(inv_freq)) for inv_freq in self.inv_freqs]
-        return tuple((take(f"cos {number}", shape, torch.float32), take(f"sin {number}", shape, torch.float32)) for number, shape in enumerate(shapes))
+        return tuple(
+            (take(f"cos {number}", shape, torch.float32), take(f"sin {number}", shape, torch.float32))
+            for number, shape in enumerate(shapes)
+        )
 
     def _fill_rotary_tables(self, tables: tuple[CosSin, ...], positions: Tensor) -> None:
         for (cos, sin), rope, inv_freq in zip(tables, self.config.ropes, self.inv_freqs, strict=True):
             # of equal positions both are the same numbers
-            turned = positions[:, None] if positions.dim() == 1 else positions[rope.axes.to(positions.device) if rope.axes is not None else 0].T
+            turned = (
+                positions[:, None]
+                if positions.dim() == 1
+                else positions[rope.axes.to(positions.device) if rope.axes is not None else 0].T
+            )
             angles = turned.float() * inv_freq[None, :]
             torch.cos(angles, out=cos).mul_(rope.scale)
             torch.sin(angles, out=sin).mul_(rope.scale)

@@ -52,7 +52,9 @@ class EncoderModel:
         config = self.model.config
         length = getattr(config, "max_position_embeddings", None)
         embeddings = getattr(self.model.base_model, "embeddings", None)
-        is_offset = hasattr(embeddings, "create_position_ids_from_input_ids") or hasattr(embeddings, "create_position_ids_from_inputs_embeds")
+        is_offset = hasattr(embeddings, "create_position_ids_from_input_ids") or hasattr(
+            embeddings, "create_position_ids_from_inputs_embeds"
+        )
         offset = config.pad_token_id + 1 if is_offset and config.pad_token_id is not None else 0
         return None if length is None else int(length) - offset
 
@@ -67,7 +69,9 @@ class EncoderModel:
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch, plan: list[int], kv_layers: Sequence[Tensor]) -> Tensor:  # noqa: ARG002
         """Returns the last hidden states of each token, [T, hidden]."""
-        return torch.cat([self.model(input_ids=text[None]).last_hidden_state[0] for text in torch.split(batch.input_ids, plan)])
+        return torch.cat(
+            [self.model(input_ids=text[None]).last_hidden_state[0] for text in torch.split(batch.input_ids, plan)]
+        )
 
     def logits(self, hidden: Tensor, rows: Tensor) -> Tensor:
         """No logits, for nothing is sampled: zeros [R, vocab] float32."""
@@ -82,7 +86,9 @@ def is_encoder(config: dict[str, Any], folder: Path) -> bool:
     """Whether config.json is of a model that reads in both directions: its architecture fills in
     masked words, or is the bare model below such a one."""
     names = config.get("architectures") or []
-    if any(part in str(name) for name in names for part in ("CausalLM", "LMHead", "ConditionalGeneration")) or config.get("is_decoder"):
+    if any(
+        part in str(name) for name in names for part in ("CausalLM", "LMHead", "ConditionalGeneration")
+    ) or config.get("is_decoder"):
         return False
     try:
         found = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
@@ -106,7 +112,9 @@ class ClassifierModel(EncoderModel):
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch, plan: list[int], kv_layers: Sequence[Tensor]) -> Tensor:  # noqa: ARG002
         """Returns the head's output for its text, once for each token, [T, labels]."""
-        return torch.cat([self._classify(text[None]).expand(len(text), -1) for text in torch.split(batch.input_ids, plan)])
+        return torch.cat(
+            [self._classify(text[None]).expand(len(text), -1) for text in torch.split(batch.input_ids, plan)]
+        )
 
     def _classify(self, input_ids: Tensor) -> Tensor:
         """input_ids: [1, T]. Returns [1, labels]."""
@@ -140,9 +148,15 @@ def _load(kind: Any, folder: Path, backend: TorchBackend) -> Any:
     logging.set_verbosity_error()
     try:
         model, info = kind.from_pretrained(
-            folder, dtype=backend.dtype, attn_implementation="eager", use_safetensors=True, trust_remote_code=False, local_files_only=True,
-            low_cpu_mem_usage=True, output_loading_info=True,
-        )  # fmt: skip
+            folder,
+            dtype=backend.dtype,
+            attn_implementation="eager",
+            use_safetensors=True,
+            trust_remote_code=False,
+            local_files_only=True,
+            low_cpu_mem_usage=True,
+            output_loading_info=True,
+        )
     except Exception as error:  # of safetensors, of the model's own code, of the library's checks
         raise StartupError(f"{folder}: transformers can't load the model: {first_line(error)}") from None
     # a vector that nothing here asks for

@@ -85,8 +85,12 @@ class MoeMlp:
         has_residual, x is added. Returns [T, hidden]."""
         # once, for all that read it
         normed = x if norm is None else self.row_math.norm(x, weight=norm, eps=eps)
-        chosen, weights = self.row_math.choose_experts(self.router.logits(normed), self.num_active, has_normalized_weights=self.has_normalized_weights)
-        results = run_experts(self.experts, normed, chosen) if self.grouped is None else self.grouped.run(normed, chosen)
+        chosen, weights = self.row_math.choose_experts(
+            self.router.logits(normed), self.num_active, has_normalized_weights=self.has_normalized_weights
+        )
+        results = (
+            run_experts(self.experts, normed, chosen) if self.grouped is None else self.grouped.run(normed, chosen)
+        )
         shared = None
         if self.shared is not None:
             shared = self.shared.expert.down(self.shared.expert.gate_up(normed)), self.shared.gate.logits(normed)

@@ -25,10 +25,21 @@ def config_of_rank(config: ModelConfig, share: Share, layers: range) -> ModelCon
     """The configuration of a rank's part of a model: of its layers, and of its heads in them."""
     heads, moe = heads_of(config, share.size)[share.rank], config.moe
     if moe is not None:
-        moe = replace(moe, sparse_layers=frozenset(number - layers.start for number in moe.sparse_layers if number in layers))
-    ropes, windows = config.rope_of_layer[layers.start : layers.stop], config.sliding_windows[layers.start : layers.stop]
+        moe = replace(
+            moe, sparse_layers=frozenset(number - layers.start for number in moe.sparse_layers if number in layers)
+        )
+    ropes, windows = (
+        config.rope_of_layer[layers.start : layers.stop],
+        config.sliding_windows[layers.start : layers.stop],
+    )
     return replace(
-        config, num_layers=len(layers), num_heads=len(heads.queries), num_kv_heads=len(heads.kv), rope_of_layer=ropes, sliding_windows=windows, moe=moe
+        config,
+        num_layers=len(layers),
+        num_heads=len(heads.queries),
+        num_kv_heads=len(heads.kv),
+        rope_of_layer=ropes,
+        sliding_windows=windows,
+        moe=moe,
     )
 
 
@@ -39,12 +50,18 @@ def cut_of(config: ModelConfig, ranks: Ranks) -> Cut:
     return Cut(ranks, heads, attended, share.parts(config.hidden_size), share.parts(config.intermediate_size))
 
 
-def weights_of_rank(parts: ModelParts, config: ModelConfig, backend: Backend, cut: Cut, announce: Callable[[int, bool], None] | None) -> ModelWeights:
+def weights_of_rank(
+    parts: ModelParts, config: ModelConfig, backend: Backend, cut: Cut, announce: Callable[[int, bool], None] | None
+) -> ModelWeights:
     """The parts as a model's weights. config: the whole model's; announce: GatheredHead's; None: the
     head is elsewhere."""
     layers = [layer_of_rank(each, config, backend, cut) for each in parts.layers]
     vocab = cut.ranks.share.parts(config.vocab_size)
-    head = ELSEWHERE if announce is None else GatheredHead(cut.ranks, parts.lm_head, vocab, parts.norm, backend.row_math, announce)
+    head = (
+        ELSEWHERE
+        if announce is None
+        else GatheredHead(cut.ranks, parts.lm_head, vocab, parts.norm, backend.row_math, announce)
+    )
     return ModelWeights(ELSEWHERE if parts.embedding is None else parts.embedding, layers, parts.norm, head)
 
 
@@ -61,7 +78,9 @@ def layer_of_rank(parts: LayerParts, config: ModelConfig, backend: Backend, cut:
 
 
 def mlp_of_rank(parts: MlpParts, cut: Cut, intermediate: tuple[range, ...]) -> GatheredMlp:
-    return GatheredMlp(GatheredLinear(cut.ranks, parts.gate_up, intermediate), GatheredLinear(cut.ranks, parts.down, cut.hidden))
+    return GatheredMlp(
+        GatheredLinear(cut.ranks, parts.gate_up, intermediate), GatheredLinear(cut.ranks, parts.down, cut.hidden)
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,11 +107,15 @@ class GatheredMixture:
         linears = {"router.": self.router} | ({} if self.shared_gate is None else {"shared.gate.": self.shared_gate})
         for number, expert in zip(self.numbers[self.ranks.share.rank], self.experts, strict=True):
             linears |= {f"experts.{number}.gate_up.": expert.gate_up, f"experts.{number}.down.": expert.down}
-        return linears | ({} if self.shared is None else {f"shared.{name}": linear for name, linear in self.shared.linears.items()})
+        return linears | (
+            {} if self.shared is None else {f"shared.{name}": linear for name, linear in self.shared.linears.items()}
+        )
 
     def __call__(self, x: Tensor, *, norm: Tensor | None, eps: float, has_residual: bool = True) -> Tensor:
         normed = x if norm is None else self.row_math.norm(x, weight=norm, eps=eps)
-        chosen, weights = self.row_math.choose_experts(self.router.logits(normed), self.num_active, has_normalized_weights=self.has_normalized_weights)
+        chosen, weights = self.row_math.choose_experts(
+            self.router.logits(normed), self.num_active, has_normalized_weights=self.has_normalized_weights
+        )
         results, shared = self.run_experts(normed, chosen), None
         if self.shared is not None:
             assert self.shared_gate is not None
@@ -111,10 +134,16 @@ class GatheredMixture:
         else:
             rows = x[order[starts[own.start] : starts[own.stop]] // self.num_active]
             cuts = [count - starts[own.start] for count in starts[own.start : own.stop + 1]]
-            outputs = [each.down(each.gate_up(rows[first:last])) for each, first, last in zip(self.experts, cuts[:-1], cuts[1:], strict=True) if first < last]
+            outputs = [
+                each.down(each.gate_up(rows[first:last]))
+                for each, first, last in zip(self.experts, cuts[:-1], cuts[1:], strict=True)
+                if first < last
+            ]
             part = torch.cat([x[:0], *outputs])
         results = x.new_empty((len(flat), x.shape[1]))
-        results[order] = self.ranks.all_gather(part, [range(starts[each.start], starts[each.stop]) for each in self.numbers], dim=0)
+        results[order] = self.ranks.all_gather(
+            part, [range(starts[each.start], starts[each.stop]) for each in self.numbers], dim=0
+        )
         return results.view(*chosen.shape, -1)
 
 
@@ -122,11 +151,21 @@ def mixture_of_rank(parts: MixtureParts, config: ModelConfig, backend: Backend, 
     moe, share = config.moe, cut.ranks.share
     assert moe is not None
     shared = None if parts.shared is None else mlp_of_rank(parts.shared, cut, share.parts(moe.shared_intermediate_size))
-    grouped = backend.group_experts([(each.gate_up, each.down) for each in parts.experts], moe.num_experts, parts.numbers.start)
+    grouped = backend.group_experts(
+        [(each.gate_up, each.down) for each in parts.experts], moe.num_experts, parts.numbers.start
+    )
     return GatheredMixture(
-        cut.ranks, backend.row_math, parts.router, parts.experts, grouped, share.parts(moe.num_experts, unit=1), moe.num_active,
-        moe.has_normalized_weights, shared, parts.shared_gate,
-    )  # fmt: skip
+        cut.ranks,
+        backend.row_math,
+        parts.router,
+        parts.experts,
+        grouped,
+        share.parts(moe.num_experts, unit=1),
+        moe.num_active,
+        moe.has_normalized_weights,
+        shared,
+        parts.shared_gate,
+    )
 
 
 def linears_to_keep(parts: LayerParts, config: ModelConfig) -> list[Linear | None]:
@@ -144,7 +183,9 @@ def sharded_layer(parts: LayerParts, others: Sequence[Theirs], config: ModelConf
     of_hidden: Widths = [(len(each),) for each in share.parts(config.hidden_size)]
     of_intermediate: Widths = [(len(each),) for each in share.parts(config.intermediate_size)]
     own = (parts.qkv, parts.output, parts.mlp.gate_up, parts.mlp.down)
-    qkv, output, gate_up, down = map(side_by_side, zip(own, *others, strict=True), (of_heads, of_hidden, of_intermediate, of_hidden))
+    qkv, output, gate_up, down = map(
+        side_by_side, zip(own, *others, strict=True), (of_heads, of_hidden, of_intermediate, of_hidden)
+    )
     return LayerWeights(parts.norms, qkv, output, GatheredMlp(gate_up, down), parts.sinks)
 
 

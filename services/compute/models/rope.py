@@ -8,7 +8,15 @@ import torch
 
 from shared.process.errors import StartupError
 
-POSITIVE = ("factor", "rope_theta", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow")
+POSITIVE = (
+    "factor",
+    "rope_theta",
+    "original_max_position_embeddings",
+    "low_freq_factor",
+    "high_freq_factor",
+    "beta_fast",
+    "beta_slow",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +56,10 @@ def read_rope(config: dict[str, Any], rotary_dim: int, max_model_len: int, layer
     inv_freq = theta ** -(torch.arange(0, rotary_dim, 2, dtype=torch.int64).float() / rotary_dim)
     if sections := rope.get("mrope_section"):  # Wang et al. 2024, "Qwen2-VL", section 2.1
         if kind not in ("default", "mrope") or len(sections) != 3 or sum(sections) != len(inv_freq):
-            raise StartupError(f"rope with mrope_section {sections} is supported with three parts, of all {len(inv_freq)} frequencies and no other scaling")
+            raise StartupError(
+                f"rope with mrope_section {sections} is supported with three parts, of all {len(inv_freq)} "
+                "frequencies and no other scaling"
+            )
         return Rope(inv_freq, axes=_axes(sections, is_interleaved=bool(rope.get("mrope_interleaved"))))
     # dynamic changes nothing up to the model's own length, and the server takes nothing longer
     if kind in ("default", "dynamic"):
@@ -61,7 +72,9 @@ def read_rope(config: dict[str, Any], rotary_dim: int, max_model_len: int, layer
         return _yarn(inv_freq, rope, theta, config)
     if kind == "longrope":
         return _longrope(inv_freq, rope, config, max_model_len)
-    raise StartupError(f"rope scaling {kind!r} is not supported; these are: default, dynamic, linear, llama3, yarn, longrope")
+    raise StartupError(
+        f"rope scaling {kind!r} is not supported; these are: default, dynamic, linear, llama3, yarn, longrope"
+    )
 
 
 def _axes(sections: list[int], *, is_interleaved: bool) -> torch.Tensor:
@@ -118,7 +131,9 @@ def _longrope(inv_freq: torch.Tensor, rope: dict[str, Any], config: dict[str, An
     original = config.get("original_max_position_embeddings") or rope.get("original_max_position_embeddings") or longest
     factors = torch.tensor(rope["long_factor" if max_model_len > original else "short_factor"], dtype=torch.float32)
     if factors.shape != inv_freq.shape:
-        raise StartupError(f"rope scaling longrope has {len(factors)} factors, the model's heads have {len(inv_freq)} frequencies")
+        raise StartupError(
+            f"rope scaling longrope has {len(factors)} factors, the model's heads have {len(inv_freq)} frequencies"
+        )
     stretch, scale = float(rope.get("factor") or longest / original), rope.get("attention_factor")
     if scale is None:
         scale = math.sqrt(1 + math.log(stretch) / math.log(original)) if stretch > 1 else 1.0

@@ -3,9 +3,12 @@ step, and the caches themselves.
 
 Two ways; a model takes the first that it can:
 
-* **ragged**: its layers call transformers' attention interface, under the name ATTENTION. All tokens of a step are one row; each layer's K and V go to
-  their slots, and each sequence attends to its own blocks. Who sees whom is the rule from which the library makes its masks, asked for the positions.
-* **one by one**: its layers attend in code of their own, after handing K and V to a cache. Each sequence of a step is a forward pass of its own, over
+* **ragged**: its layers call transformers' attention interface, under the name ATTENTION. All
+tokens of a step are one row; each layer's K and V go to
+  their slots, and each sequence attends to its own blocks. Who sees whom is the rule from which the
+  library makes its masks, asked for the positions.
+* **one by one**: its layers attend in code of their own, after handing K and V to a cache. Each
+sequence of a step is a forward pass of its own, over
   a cache object that writes to the blocks and reads from them.
 """
 
@@ -33,7 +36,15 @@ ASKED = (0, 1, 2, 15, 16, 23, 24, 63, 64, 511, 512, 1023, 4095, 4096, 8192, 131_
 OTHER_STATE = "it keeps other state than keys and values"
 # questions of a cache's state
 STATES = frozenset(
-    ("get_conv_state", "get_recurrent_state", "has_previous_state", "is_recording_past", "update_conv_state", "update_indexer", "update_recurrent_state")
+    (
+        "get_conv_state",
+        "get_recurrent_state",
+        "has_previous_state",
+        "is_recording_past",
+        "update_conv_state",
+        "update_indexer",
+        "update_recurrent_state",
+    )
 )
 
 
@@ -104,7 +115,13 @@ def make_rule(*, mask_function: Callable[..., Tensor], **_: object) -> MaskRule:
 
 
 def attend_in_step(
-    module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: MaskRule | None, scaling: float | None = None, **terms: Any
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: MaskRule | None,
+    scaling: float | None = None,
+    **terms: Any,
 ) -> tuple[Tensor, None]:
     """transformers' attention interface. query, key, value: [1, heads, T, dim]. Returns [1, T,
     heads, v_dim]."""
@@ -135,7 +152,10 @@ class PagedLayer:
     def read(self, block_tables: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """block_tables: [n, blocks] int64. Returns keys and values, [n, kv_heads, blocks *
         block_size, k_dim or v_dim]."""
-        k, v = (read_kv(self.kv[which][block_tables], self.head_dim, dtype).transpose(1, 2).flatten(2, 3) for which in (0, 1))
+        k, v = (
+            read_kv(self.kv[which][block_tables], self.head_dim, dtype).transpose(1, 2).flatten(2, 3)
+            for which in (0, 1)
+        )
         return k[..., : self.shape.k_dim], v[..., : self.shape.v_dim]
 
 
@@ -152,7 +172,9 @@ class AttentionBatch:
         """Which positions are tokens, [n, 1, 1, blocks * block_size] bool."""
         if self.block_lens is None:
             return True
-        return (torch.arange(block_size, device=self.block_lens.device) < self.block_lens[..., None]).flatten(1)[:, None, None]
+        return (torch.arange(block_size, device=self.block_lens.device) < self.block_lens[..., None]).flatten(1)[
+            :, None, None
+        ]
 
 
 def group_sequences(batch: ForwardBatch, block_size: int, *, is_each_alone: bool) -> list[AttentionBatch]:
@@ -170,7 +192,9 @@ def group_sequences(batch: ForwardBatch, block_size: int, *, is_each_alone: bool
         contexts = [batch.context_lens[number] for _, number in each]
         width = -(-max(contexts) // block_size)
         tables, lens = (
-            None if rows is None else torch.tensor([(*rows[number], *(0,) * width)[:width] for _, number in each], device=device)
+            None
+            if rows is None
+            else torch.tensor([(*rows[number], *(0,) * width)[:width] for _, number in each], device=device)
             for rows in (batch.block_tables, batch.block_lens)
         )
         assert tables is not None
@@ -206,7 +230,13 @@ class RaggedStep:
                 seen = rule(group.positions, torch.arange(keys.shape[2], device=q.device))
                 self.masks[rule, number] = seen & group.are_tokens(paged.kv.shape[3])
             found = masked_attention(
-                q[group.rows].transpose(1, 2), keys, values, self.masks[rule, number], scale=form.scale, softcap=form.softcap, sinks=form.sinks
+                q[group.rows].transpose(1, 2),
+                keys,
+                values,
+                self.masks[rule, number],
+                scale=form.scale,
+                softcap=form.softcap,
+                sinks=form.sinks,
             )
             out[group.rows] = found.transpose(1, 2)
         return out
@@ -264,7 +294,9 @@ class PassingCache(Cache):  # type: ignore[misc]
     def __len__(self) -> int:
         raise Unsupported("it asks its cache for the number of its layers")
 
-    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: object, **__: object) -> tuple[Tensor, Tensor]:
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: object, **__: object
+    ) -> tuple[Tensor, Tensor]:
         """key_states, value_states: [1, kv_heads, tokens, dim]. Returns them."""
         self.note(key_states, value_states, layer_idx)
         return key_states, value_states
@@ -295,7 +327,9 @@ class SequenceCache(PassingCache):
         self.block_table = block_table
         self.slot_mapping = slot_mapping
 
-    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: object, **__: object) -> tuple[Tensor, Tensor]:
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: object, **__: object
+    ) -> tuple[Tensor, Tensor]:
         """The same. Returns those of all tokens so far."""
         self.note(key_states, value_states, layer_idx)
         paged, context = self.paged[layer_idx], self.length + len(self.slot_mapping)
@@ -309,7 +343,14 @@ ANSWERS = frozenset((*vars(PassingCache), *vars(SequenceCache)))
 
 
 def masked_attention(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor, *, scale: float | None, softcap: float | None = None, sinks: Tensor | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor,
+    *,
+    scale: float | None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """softmax(cap(q k^T * scale)) v over the positions that the mask lets each query see.
 

@@ -106,7 +106,10 @@ class TransformersModel:
         float32: the library's head is a part of its models."""
         self._logit_rows = batch.logit_rows
         self._head_inputs.clear()
-        layers = {number: PagedLayer(kv, self.config.head_dim, shape) for (number, shape), kv in zip(self.shapes.items(), kv_layers, strict=True)}
+        layers = {
+            number: PagedLayer(kv, self.config.head_dim, shape)
+            for (number, shape), kv in zip(self.shapes.items(), kv_layers, strict=True)
+        }
         if not self.is_ragged:
             return torch.cat([self._run_alone(batch, group, layers) for group in plan])
         token = current_step.set(RaggedStep(batch.slot_mapping, plan, layers))
@@ -148,7 +151,13 @@ class TransformersModel:
 
 
 def run_modules(
-    model: Any, parameters: Collection[str], inputs: dict[str, Any], positions: Tensor, length: int | None, rows: Tensor, cache: PassingCache
+    model: Any,
+    parameters: Collection[str],
+    inputs: dict[str, Any],
+    positions: Tensor,
+    length: int | None,
+    rows: Tensor,
+    cache: PassingCache,
 ) -> Tensor:
     """A pass over one row of tokens. parameters: of the model's forward; inputs: the tokens; positions:
     [tokens]; length: of the sequence after the pass; None: the row has several. Returns the logits of
@@ -163,7 +172,9 @@ def run_modules(
     return (logits if "logits_to_keep" in parameters else logits[rows]).float()
 
 
-def load_transformers_model(folder: Path, backend: Backend, max_model_len: int | None, load: LoadModules | None = None) -> TransformersModel:
+def load_transformers_model(
+    folder: Path, backend: Backend, max_model_len: int | None, load: LoadModules | None = None
+) -> TransformersModel:
     """Read config.json and the weights. backend: whose dtype and device the model has;
     max_model_len: of the sequences to come, in tokens; None: no bound; load: makes the modules, if
     their weights are not in the folder. Raises StartupError for a model that can't run over a paged
@@ -176,7 +187,9 @@ def load_transformers_model(folder: Path, backend: Backend, max_model_len: int |
     for attention in (ATTENTION, "eager"):
         try:
             model.set_attn_implementation(attention)
-            return TransformersModel(model, TorchBackend(backend.dtype, backend.device), is_ragged=attention == ATTENTION)
+            return TransformersModel(
+                model, TorchBackend(backend.dtype, backend.device), is_ragged=attention == ATTENTION
+            )
         except Unsupported as error:
             reason = str(error)
     raise StartupError(f"{model_class.__name__} can't run over a paged KV cache: {reason}")
@@ -189,14 +202,20 @@ def read_library_config(folder: Path) -> tuple[Any, Any]:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
     except Exception as error:  # ValueError, KeyError, OSError, those of dataclasses: whatever config.json leads to
         if "auto_map" in json.loads((folder / "config.json").read_text(encoding="utf-8")):
-            raise StartupError(f"{folder}: this model needs code that comes with it (trust_remote_code), which is never run") from None
+            raise StartupError(
+                f"{folder}: this model needs code that comes with it (trust_remote_code), which is never run"
+            ) from None
         raise StartupError(f"{folder}: transformers can't read config.json: {first_line(error)}") from None
     if config.is_encoder_decoder:
         raise StartupError(f"{config.model_type} is an encoder-decoder; only decoders can be served")
     if getattr(config, "quantization_config", None):
-        raise StartupError("this checkpoint is quantized; --model-impl transformers loads float32 and bfloat16 ones only")
+        raise StartupError(
+            "this checkpoint is quantized; --model-impl transformers loads float32 and bfloat16 ones only"
+        )
     if type(config.get_text_config()) in AutoModelForCausalLM._model_mapping and config.get_text_config() is not config:
-        tied = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("tie_word_embeddings")  # of a model that sees
+        tied = json.loads((folder / "config.json").read_text(encoding="utf-8")).get(
+            "tie_word_embeddings"
+        )  # of a model that sees
         config = config.get_text_config()
         config.tie_word_embeddings = getattr(config, "tie_word_embeddings", False) if tied is None else tied
     if type(config) not in AutoModelForCausalLM._model_mapping:
@@ -212,9 +231,17 @@ def load_modules(folder: Path, config: Any, dtype: torch.dtype, device: torch.de
     is_part = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("model_type") != config.model_type
     try:
         model, info = AutoModelForCausalLM.from_pretrained(
-            folder, config=config, dtype=dtype, attn_implementation="eager", use_safetensors=True, trust_remote_code=False, local_files_only=True,
-            low_cpu_mem_usage=True, output_loading_info=True, key_mapping=TEXT_NAMES if is_part else None,
-        )  # fmt: skip
+            folder,
+            config=config,
+            dtype=dtype,
+            attn_implementation="eager",
+            use_safetensors=True,
+            trust_remote_code=False,
+            local_files_only=True,
+            low_cpu_mem_usage=True,
+            output_loading_info=True,
+            key_mapping=TEXT_NAMES if is_part else None,
+        )
     except Exception as error:  # of safetensors, of the model's own code, of the library's checks
         if is_out_of_memory(error):
             raise
@@ -233,7 +260,10 @@ def check_rope(config: Any, max_model_len: int | None) -> None:
         if each.get("rope_type") in LENGTH_DEPENDENT_ROPE:
             limit = int(each.get("original_max_position_embeddings") or text.max_position_embeddings)
             if max_model_len is None or max_model_len > limit:
-                raise StartupError(f"rope scaling {each['rope_type']!r} treats sequences alike only up to {limit} tokens: --max-model-len {limit}")
+                raise StartupError(
+                    f"rope scaling {each['rope_type']!r} treats sequences alike only up to {limit} tokens: "
+                    f"--max-model-len {limit}"
+                )
 
 
 def probe_row(model: Any, parameters: Collection[str]) -> tuple[dict[int, LayerShape], int]:
@@ -245,7 +275,9 @@ def probe_row(model: Any, parameters: Collection[str]) -> tuple[dict[int, LayerS
     """
     if "position_ids" not in parameters:
         raise Unsupported("it takes no position_ids")
-    (logits, handed), (others, handed_far) = (run_probe(model, parameters, (ONE, OTHER, ONE), (0, 1, 0), PassingCache(length)) for length in (0, FAR))
+    (logits, handed), (others, handed_far) = (
+        run_probe(model, parameters, (ONE, OTHER, ONE), (0, 1, 0), PassingCache(length)) for length in (0, FAR)
+    )
     pairs = [(logits, others), (logits[:1], logits[2:])]
     for layer, each in handed.items():
         far = handed_far[layer]
@@ -253,7 +285,9 @@ def probe_row(model: Any, parameters: Collection[str]) -> tuple[dict[int, LayerS
         pairs += [(tensor[:1], tensor[2:]) for tensor in (each.q, each.k, each.v)]
     if not all(is_near(one, other, model.dtype) for one, other in pairs):
         raise Unsupported("what it computes of a token depends on its place in the row, or on the length of its cache")
-    return {layer: LayerShape(each.k.shape[1], each.k.shape[-1], each.v.shape[-1]) for layer, each in handed.items()}, logits.shape[-1]
+    return {
+        layer: LayerShape(each.k.shape[1], each.k.shape[-1], each.v.shape[-1]) for layer, each in handed.items()
+    }, logits.shape[-1]
 
 
 def probe_alone(model: Any, parameters: Collection[str]) -> tuple[dict[int, LayerShape], int]:
@@ -271,7 +305,10 @@ def probe_alone(model: Any, parameters: Collection[str]) -> tuple[dict[int, Laye
         raise Unsupported(KEPT_ELSEWHERE)
     if not is_near(logits[0], run((ONE, OTHER), PassingCache())[0], model.dtype):
         raise Unsupported("its attention is not causal")
-    layers = {number: PagedLayer(empty_block(shape, model), max(shape.k_dim, shape.v_dim), shape) for number, shape in cache.shapes.items()}
+    layers = {
+        number: PagedLayer(empty_block(shape, model), max(shape.k_dim, shape.v_dim), shape)
+        for number, shape in cache.shapes.items()
+    }
     table = torch.tensor([0], device=model.device)
     caches = [SequenceCache(layers, table, torch.tensor([length], device=model.device), length) for length in (0, 1, 1)]
     run((ONE,), caches[0])
@@ -284,7 +321,9 @@ def probe_alone(model: Any, parameters: Collection[str]) -> tuple[dict[int, Laye
 
 def empty_block(shape: LayerShape, model: Any) -> Tensor:
     """A layer's cache of two tokens."""
-    return torch.zeros((2, 1, shape.num_kv_heads, 2, max(shape.k_dim, shape.v_dim)), dtype=model.dtype, device=model.device)
+    return torch.zeros(
+        (2, 1, shape.num_kv_heads, 2, max(shape.k_dim, shape.v_dim)), dtype=model.dtype, device=model.device
+    )
 
 
 def is_near(one: Tensor, other: Tensor, dtype: torch.dtype) -> bool:
@@ -302,13 +341,20 @@ def cache_name(parameters: Collection[str]) -> str:
 
 
 def run_probe(
-    model: Any, parameters: Collection[str], token_ids: tuple[int, ...], positions: tuple[int, ...], cache: PassingCache, length: int | None = None
+    model: Any,
+    parameters: Collection[str],
+    token_ids: tuple[int, ...],
+    positions: tuple[int, ...],
+    cache: PassingCache,
+    length: int | None = None,
 ) -> tuple[Tensor, dict[int, Handed]]:
     """The logits of these tokens, and what each layer handed to attention; length: as of run_modules.
     Raises Unsupported."""
     step = Probe()
     token = current_step.set(step)
-    ids, places, rows = (torch.tensor(each, device=model.device) for each in (token_ids, positions, range(len(token_ids))))
+    ids, places, rows = (
+        torch.tensor(each, device=model.device) for each in (token_ids, positions, range(len(token_ids)))
+    )
     try:
         with torch.inference_mode():
             logits = run_modules(model, parameters, {"input_ids": ids[None]}, places, length, rows, cache)

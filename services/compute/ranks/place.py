@@ -36,9 +36,18 @@ from services.compute.ranks.group.commands import (
     SaveBlocks,
     decode,
     encode,
-)  # fmt: skip
+)
 from services.compute.ranks.group.ends import Group, Member
-from services.compute.ranks.parallel.distributed import LOOPBACK, DistributedRanks, Pipe, choose_interface, join, listen, meet_at, refuse_shared_device
+from services.compute.ranks.parallel.distributed import (
+    LOOPBACK,
+    DistributedRanks,
+    Pipe,
+    choose_interface,
+    join,
+    listen,
+    meet_at,
+    refuse_shared_device,
+)
 from services.compute.ranks.parallel.ranks import GROUP_BYTES, Ranks
 from services.compute.ranks.parallel.sharded import Messages, Receiver, Sender, receive_bytes, send_bytes
 from services.compute.ranks.parallel.share import WHOLE, Portion, Share, check_stages, layers_of_stage
@@ -80,9 +89,13 @@ class Placement:
         count = self.stage.count
         check_stages(count, config.num_layers)
         attention = (2 * config.num_heads + 2 * config.num_kv_heads) * config.head_dim
-        mlp = 3 * (config.intermediate_size if config.moe is None else config.moe.intermediate_size * config.moe.num_active)
+        mlp = 3 * (
+            config.intermediate_size if config.moe is None else config.moe.intermediate_size * config.moe.num_active
+        )
         head = config.vocab_size / (attention + mlp)
-        return replace(self.stage, layers=tuple(layers_of_stage(number, count, config.num_layers, head) for number in range(count)))
+        return replace(
+            self.stage, layers=tuple(layers_of_stage(number, count, config.num_layers, head) for number in range(count))
+        )
 
 
 ALONE = Placement()
@@ -95,7 +108,9 @@ def open_place(settings: ComputeSettings, backend: Backend, end: Group | Member 
         return ALONE
     check_group(settings, backend)
     if settings.shard_weights:
-        return Placement(tell=end.send if isinstance(end, Group) else None, shards=connect(settings, backend.device, end))
+        return Placement(
+            tell=end.send if isinstance(end, Group) else None, shards=connect(settings, backend.device, end)
+        )
     size, count, memory = settings.tensor_parallel_size, settings.pipeline_parallel_size, None
     if end.memory_fd is not None and backend.device.type == "cpu" and size > 1:
         memory = shared_memory(end.memory_fd, count * GROUP_BYTES)
@@ -103,7 +118,9 @@ def open_place(settings: ComputeSettings, backend: Backend, end: Group | Member 
     number = end.rank // size
     world = connect(settings, backend.device, end) if memory is None or count > 1 else None
     if size > 1 and memory is not None:
-        ranks = ranks_of_host(backend, Share(end.rank % size, size), memory[number * GROUP_BYTES : (number + 1) * GROUP_BYTES])
+        ranks = ranks_of_host(
+            backend, Share(end.rank % size, size), memory[number * GROUP_BYTES : (number + 1) * GROUP_BYTES]
+        )
     elif size > 1:
         for first in range(0, size * count, size):  # all make all groups
             members = range(first, first + size)
@@ -123,18 +140,28 @@ def check_group(settings: ComputeSettings, backend: Backend) -> None:
     one."""
     if settings.tensor_parallel_size > 1 and not has_same_columns(backend):
         raise StartupError(
-            f"--tensor-parallel-size {settings.tensor_parallel_size}: on a CPU this needs bfloat16 and the native kernels (penstock build-kernels): "
+            f"--tensor-parallel-size {settings.tensor_parallel_size}: on a CPU this needs bfloat16 and the native "
+            "kernels (penstock build-kernels): "
             "the bits of torch's products depend on how many columns are computed"
         )
     if settings.shard_weights and context_of(backend) is None:
-        raise StartupError(f"--shard-weights is for CPUs, not for {backend.device.type}: without it, --tensor-parallel-size divides the work, too")
+        raise StartupError(
+            f"--shard-weights is for CPUs, not for {backend.device.type}: without it, --tensor-parallel-size divides "
+            "the work, too"
+        )
     if settings.allow_batch_variance:
-        raise StartupError("--allow-batch-variance: the vendor's products depend on how many columns are computed, so ranks would not give one process' bits")
+        raise StartupError(
+            "--allow-batch-variance: the vendor's products depend on how many columns are computed, so ranks would "
+            "not give one process' bits"
+        )
 
 
 def connect(settings: ComputeSettings, device: torch.device, end: Group | Member) -> ProcessGroup:
     """Open torch.distributed's connections between all ranks. Raises StartupError."""
-    host, wait = split_address(settings.master)[0] if settings.master else LOOPBACK, timedelta(seconds=settings.group_wait_s)
+    host, wait = (
+        split_address(settings.master)[0] if settings.master else LOOPBACK,
+        timedelta(seconds=settings.group_wait_s),
+    )
     choose_interface(end.peers[0].channel.connection.getsockname()[0] if settings.master else LOOPBACK)
     try:
         if isinstance(end, Group):
@@ -143,13 +170,21 @@ def connect(settings: ComputeSettings, device: torch.device, end: Group | Member
         else:
             rendezvous: Rendezvous = end.hear()
             if rendezvous.device != device.type:
-                raise StartupError(f"rank {end.rank} has the device {device.type}, and rank 0 has {rendezvous.device}: the ranks of a group must have the same")
+                raise StartupError(
+                    f"rank {end.rank} has the device {device.type}, and rank 0 has {rendezvous.device}: the ranks of "
+                    "a group must have the same"
+                )
             store = join(host, rendezvous.port, wait)
         if device.type == "cuda":
-            refuse_shared_device(store, end.rank, f"{socket.gethostname()} {torch.cuda.get_device_properties(device).uuid}")
+            refuse_shared_device(
+                store, end.rank, f"{socket.gethostname()} {torch.cuda.get_device_properties(device).uuid}"
+            )
         return meet_at(store, end.rank, settings.num_ranks, device, wait)
     except (OSError, RuntimeError) as error:
-        raise Unready(f"the ranks did not meet within --group-wait-s {settings.group_wait_s:g}, at a port of {host}: {words_of(error)}") from None
+        raise Unready(
+            f"the ranks did not meet within --group-wait-s {settings.group_wait_s:g}, at a port of {host}: "
+            f"{words_of(error)}"
+        ) from None
 
 
 def agree_on_blocks(end: Group | Member, num_blocks: int) -> int:
@@ -163,7 +198,9 @@ def agree_on_blocks(end: Group | Member, num_blocks: int) -> int:
     return found
 
 
-def load_decoder(place: Placement, number: int, location: Path, config: ModelConfig, backend: Backend, **packing: Any) -> Decoder:
+def load_decoder(
+    place: Placement, number: int, location: Path, config: ModelConfig, backend: Backend, **packing: Any
+) -> Decoder:
     """A model, or this place's part of it. number: of the model among those of the replica; packing:
     load_weights'. Raises StartupError."""
     if place.is_alone:
@@ -178,7 +215,9 @@ def load_decoder(place: Placement, number: int, location: Path, config: ModelCon
     own = config_of_rank(config, share, numbers)
     if place.ranks is None:
         layers = [whole_layer(each, own, backend) for each in parts.layers]
-        weights = ModelWeights(ELSEWHERE if parts.embedding is None else parts.embedding, layers, parts.norm, parts.lm_head or ELSEWHERE)
+        weights = ModelWeights(
+            ELSEWHERE if parts.embedding is None else parts.embedding, layers, parts.norm, parts.lm_head or ELSEWHERE
+        )
         return Decoder(own, weights, backend, None, stage, config)
 
     def announce(num_rows: int, is_normed: bool) -> None:
@@ -194,7 +233,10 @@ def load_sharded(shards: Messages, location: Path, config: ModelConfig, backend:
     """Rank 0's whole model, whose parts the others keep; or another rank's, which has no layers and sends
     what it keeps. Raises StartupError."""
     if config.moe is not None:
-        raise StartupError("--shard-weights: a mixture of experts is not sent layer by layer; without it, --tensor-parallel-size divides the experts")
+        raise StartupError(
+            "--shard-weights: a mixture of experts is not sent layer by layer; without it, --tensor-parallel-size "
+            "divides the experts"
+        )
     share, context = Share(shards.rank(), shards.size()), context_of(backend)
     is_first = share.rank == 0
     assert context is not None
@@ -206,20 +248,31 @@ def load_sharded(shards: Messages, location: Path, config: ModelConfig, backend:
             kept.append(move_out(linears_to_keep(parts.layers.pop(0), config)))
         send_bytes(shards, encode(KeptLayers(tuple(outline for outline, _ in kept))))
         nothing = ModelWeights(ELSEWHERE, [], parts.norm, ELSEWHERE)
-        return Decoder(config_of_rank(config, WHOLE, range(0)), nothing, backend, shards=Sender(shards, [held for _, held in kept]))
+        return Decoder(
+            config_of_rank(config, WHOLE, range(0)), nothing, backend, shards=Sender(shards, [held for _, held in kept])
+        )
     assert parts.embedding is not None and parts.lm_head is not None
     outlines = [decode(receive_bytes(shards, rank)).layers for rank in range(1, share.size)]
     receiver = Receiver(shards, [[each.num_bytes for each in of_layers] for of_layers in outlines])
     layers = []
     for number, own in enumerate(parts.layers):
         memory = receiver.memory[number % 2]
-        layers.append(sharded_layer(own, [move_in(context, each[number], held) for each, held in zip(outlines, memory, strict=True)], config))
+        layers.append(
+            sharded_layer(
+                own, [move_in(context, each[number], held) for each, held in zip(outlines, memory, strict=True)], config
+            )
+        )
     return Decoder(config, ModelWeights(parts.embedding, layers, parts.norm, parts.lm_head), backend, shards=receiver)
 
 
 def make_runner(
-    place: Placement, number: int, model: Model, kv_cache: KVCache, row_search: RowSearch, images: Mapping[str, torch.Tensor] | None = NO_IMAGES
-) -> ModelRunner:  # fmt: skip
+    place: Placement,
+    number: int,
+    model: Model,
+    kv_cache: KVCache,
+    row_search: RowSearch,
+    images: Mapping[str, torch.Tensor] | None = NO_IMAGES,
+) -> ModelRunner:
     """The runner of a model, or of this place's part: rank 0's tells the others each step. images:
     ModelRunner's."""
     if place.tell is None:
@@ -231,8 +284,14 @@ class LeadingRunner(ModelRunner):
     """Rank 0's, of a model that other ranks run with it."""
 
     def __init__(
-        self, model: Model, kv_cache: KVCache, row_search: RowSearch, images: Mapping[str, torch.Tensor] | None, tell: Callable[[Any], None], number: int,
-    ) -> None:  # fmt: skip
+        self,
+        model: Model,
+        kv_cache: KVCache,
+        row_search: RowSearch,
+        images: Mapping[str, torch.Tensor] | None,
+        tell: Callable[[Any], None],
+        number: int,
+    ) -> None:
         super().__init__(model, kv_cache, row_search, images)
         self.tell = tell
         self.number = number
@@ -242,7 +301,9 @@ class LeadingRunner(ModelRunner):
         return super().run(batch, drawn)
 
 
-def open_stored(settings: ComputeSettings, model: Model, kv_cache: KVCache, end: Group | Member | None) -> BlockStore | None:
+def open_stored(
+    settings: ComputeSettings, model: Model, kv_cache: KVCache, end: Group | Member | None
+) -> BlockStore | None:
     """The copies of the cache's blocks that --kv-disk asks for, of all ranks that have a part of the
     cache; None if it is not set. Raises StartupError."""
     has_parts = end is not None and not settings.shard_weights
@@ -308,7 +369,9 @@ class StoredRanks:
         self.own.close()
 
 
-def carry_out(command: Any, runners: Sequence[ModelRunner], stored: BlockStore | None, answer: Callable[[Any], None]) -> None:
+def carry_out(
+    command: Any, runners: Sequence[ModelRunner], stored: BlockStore | None, answer: Callable[[Any], None]
+) -> None:
     """Do this rank's part of what rank 0 does. runners: of the replica's models, by number; answer: tells
     rank 0."""
     if isinstance(command, RunStep | RunHead):

@@ -24,7 +24,9 @@ def run_rank(settings: ComputeSettings, files: ModelFiles, member: Member) -> No
         stored.close()
 
 
-def load_runners(settings: ComputeSettings, files: ModelFiles, member: Member) -> tuple[list[ModelRunner], BlockStore | None]:
+def load_runners(
+    settings: ComputeSettings, files: ModelFiles, member: Member
+) -> tuple[list[ModelRunner], BlockStore | None]:
     """This rank's part of the model, and of those that draft for it, by number; and the copies of its
     part of the KV cache, if there are any."""
     loaded = load_models(settings, files, member)
@@ -33,7 +35,19 @@ def load_runners(settings: ComputeSettings, files: ModelFiles, member: Member) -
     workspace_bytes = reserve(settings, loaded)
     member.identify(loaded.describe(settings, fingerprint(settings, files, backend).name))
     size = size_cache(settings, cached_models(loaded, member), loaded.limit, backend, workspace_bytes, member)
-    cache = KVCache(model.config, backend, num_blocks=size.num_blocks, block_size=settings.block_size, group=choose_group(settings, model.config))
+    cache = KVCache(
+        model.config,
+        backend,
+        num_blocks=size.num_blocks,
+        block_size=settings.block_size,
+        group=choose_group(settings, model.config),
+    )
     target = make_runner(loaded.place, 0, model, cache, backend.row_search)
-    runners = [target, *(make_draft_runner(each, number, target, settings, loaded.place) for number, each in enumerate(loaded.drafting, 1))]
+    runners = [
+        target,
+        *(
+            make_draft_runner(each, number, target, settings, loaded.place)
+            for number, each in enumerate(loaded.drafting, 1)
+        ),
+    ]
     return runners, open_stored(settings, model, cache, member)

@@ -119,7 +119,9 @@ class Reserve:
         pass
 
     def admits(self, sequence: Sequence, matched: list[int]) -> bool:
-        return num_new_blocks(self.block_manager, sequence.max_num_tokens, matched) <= self.block_manager.num_free_blocks
+        return (
+            num_new_blocks(self.block_manager, sequence.max_num_tokens, matched) <= self.block_manager.num_free_blocks
+        )
 
     def num_tokens_held(self, sequence: Sequence, num_tokens: int) -> int:
         return max(num_tokens, sequence.max_num_tokens)
@@ -188,11 +190,15 @@ class Predicted:
         self._running = list(running)
         self.lengths.estimate([sequence.tokens.num_output for sequence in running])
         self._blocks = self._future(self._running)
-        self._num_fixed_blocks = self.block_manager.num_used_blocks - sum(len(sequence.kv.block_table) - sequence.kv.num_shared_blocks for sequence in running)
+        self._num_fixed_blocks = self.block_manager.num_used_blocks - sum(
+            len(sequence.kv.block_table) - sequence.kv.num_shared_blocks for sequence in running
+        )
 
     def admits(self, sequence: Sequence, matched: list[int]) -> bool:
         shared = sum(self.block_manager.ref_counts[block_id] > 0 for block_id in matched)
-        mean, variance, largest = (before + own for before, own in zip(self._blocks, self._future([sequence], shared), strict=True))
+        mean, variance, largest = (
+            before + own for before, own in zip(self._blocks, self._future([sequence], shared), strict=True)
+        )
         peak = float(np.minimum(mean + self._z * np.sqrt(variance), largest).max()) + self._num_fixed_blocks
         if self._running and peak > self.block_manager.num_blocks:
             return False
@@ -200,7 +206,10 @@ class Predicted:
         self._running.append(sequence)
         self._num_admitted += 1
         if self._num_admitted % COHORT_EVERY == 0 and len(self._cohorts) < MAX_COHORTS:
-            members = {other.handle: (len(other.tokens), other.tokens.num_output, other.kv.num_shared_blocks) for other in self._running}
+            members = {
+                other.handle: (len(other.tokens), other.tokens.num_output, other.kv.num_shared_blocks)
+                for other in self._running
+            }
             members[sequence.handle] = (len(sequence.tokens), sequence.tokens.num_output, shared)
             self._cohorts.append(Cohort(peak - self._num_fixed_blocks, members, {}))
         return True
@@ -233,8 +242,14 @@ class Predicted:
         now = np.array([len(sequence.tokens.ids) for sequence in sequences], np.int32)[:, None]
         outputs = now - np.array([sequence.tokens.num_prompt for sequence in sequences], np.int32)[:, None]
         # a request for no tokens holds its prompt all the same
-        limits = np.array([max(sequence.request.params.max_tokens or 0, 1) for sequence in sequences], np.int32)[:, None]
-        shared = np.array([sequence.kv.num_shared_blocks for sequence in sequences])[:, None] if num_shared is None else num_shared
+        limits = np.array([max(sequence.request.params.max_tokens or 0, 1) for sequence in sequences], np.int32)[
+            :, None
+        ]
+        shared = (
+            np.array([sequence.kv.num_shared_blocks for sequence in sequences])[:, None]
+            if num_shared is None
+            else num_shared
+        )
         # of the horizon, until the last must have ended
         size = int(np.searchsorted(self._horizon, (limits - outputs).max()))
         horizon = self._horizon[:size]

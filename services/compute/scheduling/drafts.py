@@ -21,7 +21,9 @@ class Drafting:
     max_drafts: int  # of a sequence
     max_sampled: int  # rows of logits of a step
 
-    def draft(self, decodes: list[Sequence], budget: int, blocks: BlockManager, num_spare_blocks: int) -> dict[int, list[int]]:
+    def draft(
+        self, decodes: list[Sequence], budget: int, blocks: BlockManager, num_spare_blocks: int
+    ) -> dict[int, list[int]]:
         """Drafts by handle for sequences that are one token behind and get that token. budget: tokens that the
         step may have in addition to these; num_spare_blocks: blocks that may be taken for drafts."""
         max_drafts = min(budget, self.max_sampled - len(decodes), self.max_drafts)
@@ -32,13 +34,20 @@ class Drafting:
             if count > 0:
                 wanted.append((sequence, count))
         drafts = self.drafter(wanted, len(decodes)) if wanted else {}
-        return {sequence.handle: drafts[sequence.handle][:count] for sequence, count in wanted if drafts.get(sequence.handle)}
+        return {
+            sequence.handle: drafts[sequence.handle][:count]
+            for sequence, count in wanted
+            if drafts.get(sequence.handle)
+        }
 
 
 def room_for_drafts(sequence: Sequence, max_drafts: int, blocks: BlockManager, *, has_spare: bool) -> int:
     """How many drafts the sequence may have, and has slots for. has_spare: it may take one more block."""
     num_tokens = len(sequence.tokens)
-    is_copied = sequence.kv.has_shared_tail or sequence.kv.block_table[sequence.kv.num_computed // blocks.block_size] in blocks.copies
+    is_copied = (
+        sequence.kv.has_shared_tail
+        or sequence.kv.block_table[sequence.kv.num_computed // blocks.block_size] in blocks.copies
+    )
     if is_copied or sequence.tokens.is_pending or not sequence.is_scored:
         return 0
     wanted = min(max_drafts, sequence.max_num_tokens - num_tokens - 1)

@@ -115,7 +115,9 @@ class Scheduler:
         places."""
         self.policy = policy
         heads = [head for is_apart in (False, True) if (head := self._head(is_apart=is_apart)) is not None]
-        return [*heads, *heapq.nsmallest(self.max_num_seqs - len(self.running), self.waiting, key=_rank)] if heads else []
+        return (
+            [*heads, *heapq.nsmallest(self.max_num_seqs - len(self.running), self.waiting, key=_rank)] if heads else []
+        )
 
     def get(self, handle: int) -> Sequence:
         """A sequence that runs."""
@@ -147,7 +149,9 @@ class Scheduler:
         copies = self.block_manager.take_copies()
         if step.is_empty:
             return None
-        decodes = [self._advance(sequence, 1 + count, count) for sequence, count in zip(step.decodes, num_drafts, strict=True)]
+        decodes = [
+            self._advance(sequence, 1 + count, count) for sequence, count in zip(step.decodes, num_drafts, strict=True)
+        ]
         chunks = [self._advance(sequence, count) for sequence, count in step.chunks]
         return ScheduledBatch((*decodes, *chunks), len(decodes), copies)
 
@@ -207,7 +211,10 @@ class Scheduler:
         # each stage of the model gets an equal part of them to compute
         for sequence in turns[: -(-(len(turns) + len(self.policy.in_stages)) // self.policy.num_stages)]:
             num_computed = sequence.kv.num_computed
-            has_block = num_computed < len(sequence.kv.block_table) * self.block_manager.block_size and not sequence.kv.has_shared_tail
+            has_block = (
+                num_computed < len(sequence.kv.block_table) * self.block_manager.block_size
+                and not sequence.kv.has_shared_tail
+            )
             if has_block or self._make_room(sequence, num_computed + 1, step):
                 step.decodes.append(sequence)
         return behind
@@ -230,7 +237,9 @@ class Scheduler:
         the tokens left of it."""
         for sequence in sorted(behind, key=self.shares.order):
             self.prefixes.reuse(sequence)
-            num_tokens = sequence.chunk(budget - self.shares.kept_from(sequence), self.max_batched_tokens - step.num_tokens)
+            num_tokens = sequence.chunk(
+                budget - self.shares.kept_from(sequence), self.max_batched_tokens - step.num_tokens
+            )
             if num_tokens > 0 and self._make_room(sequence, sequence.kv.num_computed + num_tokens, step):
                 step.chunks.append((sequence, num_tokens))
                 budget -= num_tokens
@@ -279,7 +288,9 @@ class Scheduler:
         if victim is not None or not self._is_observed:
             self.admission.observe([running for running in self.running.values() if running is not victim])
             self._is_observed = True
-        matched = self.block_manager.match(sequence) if twin is None else self.block_manager.common_blocks(twin, sequence)
+        matched = (
+            self.block_manager.match(sequence) if twin is None else self.block_manager.common_blocks(twin, sequence)
+        )
         if self.block_manager.has_room_for(sequence, matched, budget) and self.admission.admits(sequence, matched):
             return Begin(matched, twin, victim)
         return Wait(0)
@@ -292,7 +303,9 @@ class Scheduler:
             return None
         group = [other for other in self.running.values() if other.request.group_id == request.group_id]
         prompt_logprobs = request.params.prompt_logprobs
-        able = [other for other in group if sequence.is_scored or other.request.params.prompt_logprobs == prompt_logprobs]
+        able = [
+            other for other in group if sequence.is_scored or other.request.params.prompt_logprobs == prompt_logprobs
+        ]
         if not able:
             return None
         twin = max(able, key=lambda other: other.kv.num_computed >= other.tokens.num_prompt)
@@ -329,8 +342,12 @@ class Scheduler:
         able = [other for other in others if other.request.priority > priority and other.rank > sequence.rank]
         # each place of a tenant but the first counts like aging_s of waiting, as it does in the queue
         if not able and not own:
-            able = [other for other in others if other.rank + self.aging_s * (self._num_places(other) - 1) > sequence.rank]
-        return max(able, key=lambda other: (other.request.priority, self._num_places(other), *_rank(other)), default=None)
+            able = [
+                other for other in others if other.rank + self.aging_s * (self._num_places(other) - 1) > sequence.rank
+            ]
+        return max(
+            able, key=lambda other: (other.request.priority, self._num_places(other), *_rank(other)), default=None
+        )
 
     def _num_places(self, sequence: Sequence) -> int:
         """The places that the sequence's tenant has."""
@@ -424,7 +441,11 @@ class PrefixHits:
     def share(self, sequence: Sequence, matched: list[int]) -> None:
         """Begin with the matched blocks, and a part of one more if there is room for a copy."""
         blocks = self.block_manager
-        end = blocks.match_end(sequence, matched) if blocks.num_free_blocks > blocks.num_blocks_for(sequence.max_num_tokens) + 1 else None
+        end = (
+            blocks.match_end(sequence, matched)
+            if blocks.num_free_blocks > blocks.num_blocks_for(sequence.max_num_tokens) + 1
+            else None
+        )
         block_ids, num_tokens = ([*matched, end[0]], end[1]) if end is not None else (matched, 0)
         blocks.share(sequence, block_ids, len(matched) * blocks.block_size + num_tokens)
 

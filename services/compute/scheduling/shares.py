@@ -47,7 +47,9 @@ class Shares:
         self._arrivals.pop(tenant_id, None)
         self._arrivals[tenant_id] = now
 
-    def begin_step(self, running: list[Sequence], waiting: Mapping[str, int], cost: StepCost | None, max_tokens: int, now: float) -> None:
+    def begin_step(
+        self, running: list[Sequence], waiting: Mapping[str, int], cost: StepCost | None, max_tokens: int, now: float
+    ) -> None:
         """Bound a step of some sequences. waiting: tokens of those that may begin, by tenant. cost: None while
         it is unknown. max_tokens: of any step. now: s, on the clock of `arrived`."""
         while self._arrivals and now - self._arrivals[first := next(iter(self._arrivals))] > EXPECTED_S:
@@ -87,7 +89,9 @@ class Shares:
             by_tenant.setdefault(sequence.request.tenant_id, []).append(sequence)
         chosen = by_tenant.pop(self.lightest, [])
         num_tokens, num_context_tokens = self._num_lightest_tokens, sum([len(sequence.tokens) for sequence in chosen])
-        for sequence in [decode for layer in zip_longest(*by_tenant.values()) for decode in layer if decode is not None]:
+        for sequence in [
+            decode for layer in zip_longest(*by_tenant.values()) for decode in layer if decode is not None
+        ]:
             num_tokens, num_context_tokens = num_tokens + 1, num_context_tokens + len(sequence.tokens)
             if chosen and self._cost.seconds(num_tokens, num_context_tokens) > self.bound_s:
                 break

@@ -48,7 +48,9 @@ class WaitingQueue:
             return None
         priority = min(tops)[2].request.priority
         competing = [entry for entry in tops if entry[2].request.priority <= priority]
-        return min((rank + handicap(sequence.request.tenant_id), handle, sequence) for rank, handle, sequence in competing)[2]
+        return min(
+            (rank + handicap(sequence.request.tenant_id), handle, sequence) for rank, handle, sequence in competing
+        )[2]
 
     def head_of(self, handles: frozenset[int]) -> Sequence | None:
         """The smallest rank among some handles."""
@@ -69,7 +71,11 @@ class WaitingQueue:
         """Sequences that have not begun, and whose deadline has passed."""
         if not self._num_with_deadline:
             return []
-        return [sequence for sequence in self if sequence.request.deadline is not None and sequence.request.deadline <= now and not sequence.has_begun]
+        return [
+            sequence
+            for sequence in self
+            if sequence.request.deadline is not None and sequence.request.deadline <= now and not sequence.has_begun
+        ]
 
     def _top(self, key: tuple[str, int], but: frozenset[int]) -> Entry | None:
         """The smallest rank of a heap, without the removed sequences and some handles."""

@@ -7,4 +7,15 @@ from services.compute.sequence.request import Request
 from services.compute.sequence.sequence import Prefix, RowKey, ScoredTokens, Sequence
 from services.compute.sequence.tokens import PENDING, Tokens
 
-__all__ = ["PENDING", "BlockTable", "Kv", "Prefix", "Request", "RowKey", "ScoredTokens", "Sequence", "TokenFrequencies", "Tokens"]
+__all__ = [
+    "PENDING",
+    "BlockTable",
+    "Kv",
+    "Prefix",
+    "Request",
+    "RowKey",
+    "ScoredTokens",
+    "Sequence",
+    "TokenFrequencies",
+    "Tokens",
+]

@@ -1,4 +1,6 @@
-"""Counts and an array of a sequence's tokens, kept up to date token by token: edits of logits ask for them in each step."""
+"""Counts and an array of a sequence's tokens, kept up to date token by token: edits of logits ask
+for them in each step.
+"""
 
 import numpy as np
 
@@ -40,7 +42,9 @@ class TokenFrequencies:
                 continue
             place = self._place.setdefault(token_id, len(self._place))
             if place == len(self._ids):
-                self._ids, self._times = (np.concatenate((each, np.zeros_like(each))) for each in (self._ids, self._times))
+                self._ids, self._times = (
+                    np.concatenate((each, np.zeros_like(each))) for each in (self._ids, self._times)
+                )
             self._ids[place] = token_id
             self._times[place] += 1
         self.num_counted = max(0, num_tokens - self.first)

@@ -55,7 +55,12 @@ class Request:
         if not self.images:
             return ()
         return tuple(
-            ImageRun(max(run.start - first, 0), min(run.end, last) - max(run.start, first), run.key, run.row + max(0, first - run.start))
+            ImageRun(
+                max(run.start - first, 0),
+                min(run.end, last) - max(run.start, first),
+                run.key,
+                run.row + max(0, first - run.start),
+            )
             for run in self.images
             if run.start < last and first < run.end
         )

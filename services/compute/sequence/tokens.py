@@ -32,7 +32,17 @@ class Tokens:
     """The tokens of one sequence. Others read `ids`; only the verbs change them, and the simulator, which
     appends many at once."""
 
-    __slots__ = ("_history", "_output", "_seen", "foreseen_drafts", "ids", "is_ending", "num_drafts", "num_prompt", "num_undecided")
+    __slots__ = (
+        "_history",
+        "_output",
+        "_seen",
+        "foreseen_drafts",
+        "ids",
+        "is_ending",
+        "num_drafts",
+        "num_prompt",
+        "num_undecided",
+    )
 
     def __init__(self, ids: list[int], num_prompt: int | None = None, *, num_undecided: int = 0) -> None:
         """ids: the prompt and the decided tokens; num_prompt: how many are the prompt's, by default all;

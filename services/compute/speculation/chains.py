@@ -40,7 +40,14 @@ class Chain:
         """The tokens [first, last) of the sequence; they draw the next if they are the last."""
         sequence, num = self.sequence, last - first
         sampled = range(num - 1, num) if last == len(sequence.tokens) else range(0)
-        return BatchRow(sequence.handle, tuple(sequence.tokens.ids[first:last]), first, sequence.kv.block_table.frozen, sampled, sequence.tokens.num_prompt)
+        return BatchRow(
+            sequence.handle,
+            tuple(sequence.tokens.ids[first:last]),
+            first,
+            sequence.kv.block_table.frozen,
+            sampled,
+            sequence.tokens.num_prompt,
+        )
 
     def withdraw(self) -> None:
         """The sequence is as it was."""
@@ -54,7 +61,16 @@ class ChainProposer:
     runs_model = True
     stops_itself = True
 
-    def __init__(self, name: str, runner: ModelRunner, kv: DraftKV, *, max_batched_tokens: int, max_model_len: int, vocab_size: int) -> None:
+    def __init__(
+        self,
+        name: str,
+        runner: ModelRunner,
+        kv: DraftKV,
+        *,
+        max_batched_tokens: int,
+        max_model_len: int,
+        vocab_size: int,
+    ) -> None:
         """runner: of the model that drafts; max_batched_tokens: that a step of it may have;
         max_model_len: tokens of a sequence that it may read; vocab_size: of the target."""
         self.name = name
@@ -101,7 +117,9 @@ class ChainProposer:
         token, or two. One that it can't catch up with in a step has drafts in a later one."""
         rows, budget = [], self.max_batched_tokens
         for known, chain in sorted(
-            [(self.kv.num_known(chain.sequence), chain) for chain in chains], key=lambda each: each[0] - each[1].num_tokens, reverse=True
+            [(self.kv.num_known(chain.sequence), chain) for chain in chains],
+            key=lambda each: each[0] - each[1].num_tokens,
+            reverse=True,
         ):
             last = min(chain.num_tokens, known + budget)
             if known < last and max(chain.sequence.tokens.ids[known:last]) < self.runner.vocab_size:
@@ -125,7 +143,9 @@ class ChainProposer:
         reduction = begin_reduction(logits, [chain.sequence.prefix() for chain in drawing], self.runner.row_search)
         found = reduction.finish()
         going = []
-        for handle, token_id, margin in zip(found.handles.tolist(), found.chosen.tolist(), margins_of(reduction, found), strict=True):
+        for handle, token_id, margin in zip(
+            found.handles.tolist(), found.chosen.tolist(), margins_of(reduction, found), strict=True
+        ):
             chain = chains[handle]
             if token_id not in chain.sequence.request.end_token_ids:
                 chain.sequence.tokens.draft([token_id])

@@ -178,7 +178,10 @@ class DraftControl:
     def _in_order(self, offers: Mapping[int, tuple[DraftKind, int]]) -> list[tuple[float, int]]:
         """The chance of each draft to stand with all before it, the best first; and whose it is."""
         chances = [(self.chance(handle, kind), handle, count) for handle, (kind, count) in offers.items()]
-        return sorted([(chance**place, handle) for chance, handle, count in chances for place in range(1, count + 1)], reverse=True)
+        return sorted(
+            [(chance**place, handle) for chance, handle, count in chances for place in range(1, count + 1)],
+            reverse=True,
+        )
 
     def _fade(self, handle: int, kind: DraftKind) -> None:
         if (of_all := self._of_all.get(kind)) is not None:

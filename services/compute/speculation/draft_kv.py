@@ -74,4 +74,7 @@ def num_equal(some: list[int], others: list[int]) -> int:
     """How many of the first numbers of both are the same."""
     if some == others:
         return len(some)
-    return next((at for at, (one, other) in enumerate(zip(some, others, strict=False)) if one != other), min(len(some), len(others)))
+    return next(
+        (at for at, (one, other) in enumerate(zip(some, others, strict=False)) if one != other),
+        min(len(some), len(others)),
+    )

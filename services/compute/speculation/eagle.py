@@ -112,12 +112,20 @@ class EagleProposer:
             found = torch.split(self.executor.tapped_states(batch, hidden, places), [count for _, count in parts])
             for (row, _), states in zip(parts, found, strict=True):
                 self._hear(row, states)
-            many = [unread for row, _ in parts if (unread := self._unread.get(row.handle)) and len(unread.token_ids) > MAX_UNREAD]
+            many = [
+                unread
+                for row, _ in parts
+                if (unread := self._unread.get(row.handle)) and len(unread.token_ids) > MAX_UNREAD
+            ]
             for at in range(0, len(many), AT_ONCE):
                 self._read(many[at : at + AT_ONCE])
 
     def propose(self, wanted: Mapping[int, Wanted]) -> dict[int, Drafts]:
-        known = [each for handle, each in wanted.items() if (unread := self._unread.get(handle)) and self._is_next(unread, each.sequence)]
+        known = [
+            each
+            for handle, each in wanted.items()
+            if (unread := self._unread.get(handle)) and self._is_next(unread, each.sequence)
+        ]
         drafts: dict[int, Drafts] = {}
         for at in range(0, len(known), AT_ONCE):
             drafts |= self._propose(known[at : at + AT_ONCE])
@@ -166,8 +174,9 @@ class EagleProposer:
             is_going = [number for number, chain in enumerate(going) if not chain.is_over]
             going, places = [going[number] for number in is_going], [places[number] for number in is_going]
             places = [
-                EagleChunk(each.first + len(each.token_ids), chain.token_ids[-1:], each.block_table) for each, chain in zip(places, going, strict=True)
-            ]  # fmt: skip
+                EagleChunk(each.first + len(each.token_ids), chain.token_ids[-1:], each.block_table)
+                for each, chain in zip(places, going, strict=True)
+            ]
             states = self.head.next_states(results[is_going])
         return {chain.sequence.handle: Drafts(chain.token_ids) for chain in chains if chain.token_ids}
 

@@ -34,7 +34,14 @@ class EagleChunk:
 class EagleHead:
     """A head on a backend. Its cache has the target's blocks, of one layer."""
 
-    def __init__(self, weights: EagleWeights, embedding: EmbeddingRows, own_head: LogitsProduct, vocab_size: int, backend: Backend) -> None:
+    def __init__(
+        self,
+        weights: EagleWeights,
+        embedding: EmbeddingRows,
+        own_head: LogitsProduct,
+        vocab_size: int,
+        backend: Backend,
+    ) -> None:
         """embedding, own_head: the target's, for a head that brings none; vocab_size: of the
         latter."""
         self.config, self.backend = weights.config, backend
@@ -44,26 +51,43 @@ class EagleHead:
         biases = [find(f"self_attn.{name}_proj.bias") for name in "qkv"]
         bias = None if all(each is None for each in biases) else torch.cat([_bias(tensors, name) for name in "qkv"])
         self.fc = backend.make_linear(Dense(tensors["fc.weight"]))
-        self.qkv = backend.make_linear(Dense(torch.cat([tensors[f"self_attn.{name}_proj.weight"] for name in "qkv"])), bias)
+        self.qkv = backend.make_linear(
+            Dense(torch.cat([tensors[f"self_attn.{name}_proj.weight"] for name in "qkv"])), bias
+        )
         self.output = backend.make_linear(Dense(tensors["self_attn.o_proj.weight"]), find("self_attn.o_proj.bias"))
         gate_up = Dense(torch.cat([tensors["mlp.gate_proj.weight"], tensors["mlp.up_proj.weight"]]))
         self.mlp = backend.make_mlp(
-            backend.make_linear(gate_up, is_gated=True, activation=self.config.activation), backend.make_linear(Dense(tensors["mlp.down_proj.weight"]))
+            backend.make_linear(gate_up, is_gated=True, activation=self.config.activation),
+            backend.make_linear(Dense(tensors["mlp.down_proj.weight"])),
         )
-        self.lm_head = backend.make_linear(Dense(tensors["lm_head.weight"])) if "lm_head.weight" in tensors else own_head
+        self.lm_head = (
+            backend.make_linear(Dense(tensors["lm_head.weight"])) if "lm_head.weight" in tensors else own_head
+        )
         self.num_rows = len(tensors["lm_head.weight"]) if "lm_head.weight" in tensors else vocab_size
         self.token_ids = None if weights.token_ids is None else weights.token_ids.numpy()
         own = find("embed_tokens.weight")
         self.embedding = embedding if own is None or _are_equal(own, embedding) else own
         self.norms = {name.removesuffix(".weight"): each for name, each in tensors.items() if "norm" in name}
-        self.attention = backend.make_attention(Heads(self.config.num_heads, self.config.num_kv_heads, self.config.head_dim))
+        self.attention = backend.make_attention(
+            Heads(self.config.num_heads, self.config.num_kv_heads, self.config.head_dim)
+        )
         self.inv_freq = self.config.ropes[0].inv_freq.to(backend.device)
 
     def workspace(self, num_tokens: int, max_model_len: int) -> Workspace:
         """Bytes that a step of so many tokens needs, with twice the logits of AT_ONCE of them: the
         search needs as much again."""
         linears = [self.fc, self.qkv, self.output, *self.mlp.linears.values()]
-        step = LargestStep(linears, [self.mlp], own_of(self.lm_head), self.attention, None, self.config.hidden_size, num_tokens, AT_ONCE, max_model_len)
+        step = LargestStep(
+            linears,
+            [self.mlp],
+            own_of(self.lm_head),
+            self.attention,
+            None,
+            self.config.hidden_size,
+            num_tokens,
+            AT_ONCE,
+            max_model_len,
+        )
         for name in ("eagle tokens", "eagle slots", "eagle positions"):
             self.backend.buffers.reserve(name, num_tokens)
         found = self.backend.workspace(step)
@@ -108,13 +132,17 @@ class EagleHead:
 
     def _beside(self, places: Sequence[EagleChunk], states: Tensor) -> tuple[Tensor, Tensor]:
         """q, k and v of the places, and what the layer adds to."""
-        token_ids = self.backend.buffers.fill("eagle tokens", [token_id for each in places for token_id in each.token_ids])
+        token_ids = self.backend.buffers.fill(
+            "eagle tokens", [token_id for each in places for token_id in each.token_ids]
+        )
         self.backend.buffers.upload()
         normed = self._norm(states, "hidden_norm")
         x = torch.cat([self._norm(self.embedding[token_ids], "input_layernorm"), normed], -1)
         return self.qkv(x), normed if self.has_normed_residual else states
 
-    def _attend(self, places: Sequence[EagleChunk], qkv: Tensor, kv: Tensor, block_size: int, *, looks: bool = True) -> Tensor:
+    def _attend(
+        self, places: Sequence[EagleChunk], qkv: Tensor, kv: Tensor, block_size: int, *, looks: bool = True
+    ) -> Tensor:
         positions = [each.first + number for each in places for number in range(len(each.token_ids))]
         slots = [
             each.block_table[place // block_size] * block_size + place % block_size
@@ -132,7 +160,9 @@ class EagleHead:
         plan = self.attention.plan(AttentionInputs(lens, contexts, tables, filled_slots, (rope,)), block_size)
         buffers.upload()
         norms = self.norms.get("self_attn.q_norm"), self.norms.get("self_attn.k_norm")
-        return self.attention(qkv, kv, plan, window=self.config.sliding_windows[0], norms=norms, eps=self.config.rms_norm_eps)
+        return self.attention(
+            qkv, kv, plan, window=self.config.sliding_windows[0], norms=norms, eps=self.config.rms_norm_eps
+        )
 
     def _norm(self, x: Tensor, name: str) -> Tensor:
         return self.backend.row_math.norm(x, weight=self.norms[name], eps=self.config.rms_norm_eps)

@@ -29,7 +29,9 @@ def load_heads(settings: ComputeSettings, speculators: Sequence[str], model: Mod
     if not settings.heads or not speculators:
         return None
     if not isinstance(model, Decoder):
-        raise StartupError(f"--heads {settings.heads}: heads are for models of the native implementation (--model-impl)")
+        raise StartupError(
+            f"--heads {settings.heads}: heads are for models of the native implementation (--model-impl)"
+        )
     folder, config, backend = Path(settings.heads).expanduser(), model.whole, model.backend
     found, kind = open_heads(folder)
     if not {"auto", kind} & set(speculators):

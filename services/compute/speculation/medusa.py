@@ -40,7 +40,9 @@ class MedusaHeads:
         self.dtype = backend.dtype
         self.num_rows = len(weights.lm_heads[0]) if weights.lm_heads else vocab_size
         self.blocks = [[backend.make_linear(Dense(weight), bias) for weight, bias in head] for head in weights.blocks]
-        self.lm_heads: list[LogitsProduct] = [backend.make_linear(Dense(weight)) for weight in weights.lm_heads] or [own_head]
+        self.lm_heads: list[LogitsProduct] = [backend.make_linear(Dense(weight)) for weight in weights.lm_heads] or [
+            own_head
+        ]
         self.token_ids = None if weights.token_ids is None else weights.token_ids.numpy()
 
     def __len__(self) -> int:
@@ -99,10 +101,19 @@ class MedusaProposer:
                 lengths.append(row.num_computed_tokens + row.sampled[count - 1] + 2)
         if keys:
             states = self.executor.sampled_states(batch, hidden, set(keys))
-            self._states.update({key.handle: LastState(length, state.clone()) for key, length, state in zip(keys, lengths, states, strict=True)})
+            self._states.update(
+                {
+                    key.handle: LastState(length, state.clone())
+                    for key, length, state in zip(keys, lengths, states, strict=True)
+                }
+            )
 
     def propose(self, wanted: Mapping[int, Wanted]) -> dict[int, Drafts]:
-        known = [each for handle, each in wanted.items() if (last := self._states.get(handle)) and last.num_tokens == len(each.sequence.tokens)]
+        known = [
+            each
+            for handle, each in wanted.items()
+            if (last := self._states.get(handle)) and last.num_tokens == len(each.sequence.tokens)
+        ]
         drafts: dict[int, Drafts] = {}
         for at in range(0, len(known), AT_ONCE):
             drafts |= self._propose(known[at : at + AT_ONCE])
@@ -121,7 +132,11 @@ class MedusaProposer:
         chances = guessed.chances.reshape(-1, depth).cumprod(1)
         lengths = (chances >= MIN_CHANCE).sum(1).tolist()
         found = zip(wanted, guessed.token_ids.reshape(-1, depth).tolist(), lengths, strict=True)
-        return {each.sequence.handle: Drafts(token_ids[: min(length, each.max_drafts)]) for each, token_ids, length in found if length}
+        return {
+            each.sequence.handle: Drafts(token_ids[: min(length, each.max_drafts)])
+            for each, token_ids, length in found
+            if length
+        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +147,13 @@ class Guesses:
     chances: Array  # [R] float64: what the head gives the token to be drawn
 
 
-def guess(logits: Tensor, params: Sequence[SamplingParams], positions: Sequence[int], token_ids: Array | None, search: RowSearch) -> Guesses:
+def guess(
+    logits: Tensor,
+    params: Sequence[SamplingParams],
+    positions: Sequence[int],
+    token_ids: Array | None,
+    search: RowSearch,
+) -> Guesses:
     """Draw a token from each row of logits [R, V], as the model's own rows are drawn: with the
     request's parameters, and with the noise of seed, position and token. So where a head is near the
     model's distribution, it mostly draws the model's token.
@@ -144,11 +165,19 @@ def guess(logits: Tensor, params: Sequence[SamplingParams], positions: Sequence[
     listed = columns if token_ids is None else token_ids[columns]
     temperatures = np.array([1.0 if each.is_greedy else each.temperature for each in params])
     masses = cumulative_mass(values, temperatures)
-    num_kept = [1 if each.is_greedy else kept_count(mass, each, row, float(mass[-1])) for each, mass, row in zip(params, masses, values, strict=True)]
+    num_kept = [
+        1 if each.is_greedy else kept_count(mass, each, row, float(mass[-1]))
+        for each, mass, row in zip(params, masses, values, strict=True)
+    ]
     draws = Draws(
-        values, listed.astype(np.int32), np.array(num_kept, np.int32), np.zeros(len(values)), temperatures,
-        np.array([each.seed for each in params], np.uint64), np.array(positions, np.int32),
-    )  # fmt: skip
+        values,
+        listed.astype(np.int32),
+        np.array(num_kept, np.int32),
+        np.zeros(len(values)),
+        temperatures,
+        np.array([each.seed for each in params], np.uint64),
+        np.array(positions, np.int32),
+    )
     rows, chosen = np.arange(len(values)), search.decide(draws)
     # the noise has chosen it, so it says more of the token than its weight alone: the likeliest
     # one's weight is what says how sure the head is

@@ -43,7 +43,9 @@ class HeadWeights:
         return sum(part.nbytes for part in (*parts, *self.lm_heads))
 
 
-def read_medusa(folder: Path, hidden_size: int, vocab_size: int, dtype: torch.dtype, device: torch.device) -> HeadWeights:
+def read_medusa(
+    folder: Path, hidden_size: int, vocab_size: int, dtype: torch.dtype, device: torch.device
+) -> HeadWeights:
     """Read the heads of a model of this size. Raises StartupError."""
     if not folder.is_dir():
         raise StartupError(f"--heads {folder}: no such folder")
@@ -60,7 +62,10 @@ def check_config(folder: Path, hidden_size: int, vocab_size: int) -> None:
     config = read_json(folder)
     for name, wanted in (("hidden_size", hidden_size), ("vocab_size", vocab_size)):
         if config.get(name, wanted) != wanted:
-            raise StartupError(f"--heads {folder}: {name} is {str(config[name])[:80]}, the model's is {wanted}: these are another model's heads")
+            raise StartupError(
+                f"--heads {folder}: {name} is {str(config[name])[:80]}, the model's is {wanted}: these are another "
+                "model's heads"
+            )
 
 
 def read_json(folder: Path) -> dict[str, Any]:
@@ -96,14 +101,20 @@ class _HeadReader:
     def read(self) -> HeadWeights:
         heads = self._heads()
         # in the makers' layout the last of a head's list is its LM head, which no linear layer is part of
-        if not self.lm_heads and all(".linear." not in self.found[number, count - 1]["weight"] for number, count in enumerate(heads)) and self._are_lists():
+        if (
+            not self.lm_heads
+            and all(".linear." not in self.found[number, count - 1]["weight"] for number, count in enumerate(heads))
+            and self._are_lists()
+        ):
             heads = [count - 1 for count in heads]
             self.lm_heads = {number: self.found[number, count]["weight"] for number, count in enumerate(heads)}
         token_ids = self._token_ids()
         lm_heads = self._lm_heads(len(heads), token_ids)
         if token_ids is not None and not lm_heads:
             raise StartupError(f"--heads {self.source.folder}: token_map without an LM head")
-        blocks = [[self._block(self.found[number, layer]) for layer in range(count)] for number, count in enumerate(heads)]
+        blocks = [
+            [self._block(self.found[number, layer]) for layer in range(count)] for number, count in enumerate(heads)
+        ]
         return HeadWeights(blocks, lm_heads, token_ids)
 
     def _heads(self) -> list[int]:
@@ -148,14 +159,23 @@ class _HeadReader:
         return found
 
     def _block(self, names: dict[str, str]) -> tuple[Tensor, Tensor | None]:
-        weight = self._checked(names["weight"], self.source.tensor(names["weight"]), (self.hidden_size, self.hidden_size))
-        bias = self._checked(names["bias"], self.source.tensor(names["bias"]), (self.hidden_size,)) if "bias" in names else None
+        weight = self._checked(
+            names["weight"], self.source.tensor(names["weight"]), (self.hidden_size, self.hidden_size)
+        )
+        bias = (
+            self._checked(names["bias"], self.source.tensor(names["bias"]), (self.hidden_size,))
+            if "bias" in names
+            else None
+        )
         return weight, bias
 
     def _checked(self, name: str, tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
         """A copy in the model's dtype. Raises StartupError for another shape, or numbers that are none."""
         if tuple(tensor.shape) != shape or not tensor.is_floating_point():
-            raise StartupError(f"--heads {self.source.folder}: {name} has the shape {tuple(tensor.shape)}, not {shape}: are these another model's heads?")
+            raise StartupError(
+                f"--heads {self.source.folder}: {name} has the shape {tuple(tensor.shape)}, not {shape}: are these "
+                "another model's heads?"
+            )
         if not bool(tensor.isfinite().all()):
             raise StartupError(f"--heads {self.source.folder}: {name} holds NaN or infinite values")
         return tensor.to(device=self.source.device, dtype=self.source.dtype, copy=True)

@@ -72,7 +72,11 @@ class PredictionProposer:
         self._followed: dict[int, Followed] = {}  # by handle
 
     def propose(self, wanted: Mapping[int, Wanted]) -> dict[int, Drafts]:
-        found = {handle: self._expected(each.sequence, each.max_drafts) for handle, each in wanted.items() if each.sequence.request.prediction}
+        found = {
+            handle: self._expected(each.sequence, each.max_drafts)
+            for handle, each in wanted.items()
+            if each.sequence.request.prediction
+        }
         return {handle: Drafts(token_ids) for handle, token_ids in found.items() if token_ids}
 
     def computed(self, batch: ScheduledBatch, hidden: Any, decided: Mapping[int, int]) -> None:
@@ -83,7 +87,9 @@ class PredictionProposer:
 
     def _expected(self, sequence: Sequence, max_drafts: int) -> list[int]:
         if (followed := self._followed.get(sequence.handle)) is None:
-            followed = self._followed[sequence.handle] = Followed(PredictionFollower(sequence.request.prediction), sequence.tokens.num_prompt)
+            followed = self._followed[sequence.handle] = Followed(
+                PredictionFollower(sequence.request.prediction), sequence.tokens.num_prompt
+            )
         for token_id in sequence.tokens.ids[followed.num_followed : sequence.tokens.num_decided]:
             followed.follower.take(token_id)
         followed.num_followed = sequence.tokens.num_decided
@@ -179,5 +185,9 @@ def make_proposers(names: tuple[str, ...], constraints: Constraints, loaded: Ite
     """Makes one proposer of each name, those that run no model first. auto: all that need no weights of their own;
     loaded: those that have them."""
     wanted = {each for name in names for each in (AUTO if name == "auto" else (name,))}
-    made: dict[str, Proposer] = {"grammar": GrammarProposer(constraints), "prediction": PredictionProposer(), "lookup": Lookup()}
+    made: dict[str, Proposer] = {
+        "grammar": GrammarProposer(constraints),
+        "prediction": PredictionProposer(),
+        "lookup": Lookup(),
+    }
     return [*(proposer for name, proposer in made.items() if name in wanted), *loaded]

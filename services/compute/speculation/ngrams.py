@@ -53,11 +53,17 @@ class NgramIndex:
         if best_length > 1:
             return best, best_length
         place = self._singles[context[-1] & self._mask]
-        return (place, self._match(context, place)) if self._is_held(place) and self._tokens[place & self._mask] == context[-1] else (-1, 0)
+        return (
+            (place, self._match(context, place))
+            if self._is_held(place) and self._tokens[place & self._mask] == context[-1]
+            else (-1, 0)
+        )
 
     def read(self, place: int, max_drafts: int) -> list[int]:
         """The tokens behind a place, as far as they are of one text."""
-        tokens = [self._tokens[each & self._mask] for each in range(place + 1, min(place + 1 + max_drafts, self.num_added))]
+        tokens = [
+            self._tokens[each & self._mask] for each in range(place + 1, min(place + 1 + max_drafts, self.num_added))
+        ]
         return tokens[: tokens.index(NO_TOKEN)] if NO_TOKEN in tokens else tokens
 
     def _is_held(self, place: int) -> bool:
@@ -67,7 +73,9 @@ class NgramIndex:
         """How many tokens up to the place are the context's last."""
         tokens, mask = self._tokens, self._mask
         longest = min(LONGEST, len(context), place + 1, place + self._capacity - self.num_added + 1)
-        return next((length for length in range(longest) if tokens[(place - length) & mask] != context[-1 - length]), longest)
+        return next(
+            (length for length in range(longest) if tokens[(place - length) & mask] != context[-1 - length]), longest
+        )
 
     def _append(self, token_id: int) -> None:
         place, mask = self.num_added, self._mask

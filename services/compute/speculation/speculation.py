@@ -49,10 +49,14 @@ class Tally:
 class Speculation:
     """The methods belong to the loop."""
 
-    def __init__(self, proposers: Ordered[Proposer], constraints: Constraints, vocab_size: int, control: Chooser | None = None) -> None:
+    def __init__(
+        self, proposers: Ordered[Proposer], constraints: Constraints, vocab_size: int, control: Chooser | None = None
+    ) -> None:
         """proposers: those that run no model first."""
         self.proposers = proposers
-        self.control: Chooser = control or DraftControl(frozenset(each.name for each in proposers if each.runs_model and each.stops_itself))
+        self.control: Chooser = control or DraftControl(
+            frozenset(each.name for each in proposers if each.runs_model and each.stops_itself)
+        )
         self.constraints = constraints
         self.vocab_size = vocab_size
         self.total = Tally()
@@ -78,7 +82,9 @@ class Speculation:
             for handle, (kind, token_ids) in self._ask(proposer, asked, best, num_decodes).items():
                 if handle not in best or self._worth(handle, kind, token_ids) > self._worth(handle, *best[handle]):
                     best[handle] = kind, token_ids
-        counts = self.control.choose({handle: (kind, len(token_ids)) for handle, (kind, token_ids) in best.items()}, num_decodes)
+        counts = self.control.choose(
+            {handle: (kind, len(token_ids)) for handle, (kind, token_ids) in best.items()}, num_decodes
+        )
         self.offered = {handle: (best[handle][0], count) for handle, count in counts.items()}
         if counts:
             self._pause = self._pause_left = 0
@@ -113,10 +119,11 @@ class Speculation:
         if not self.proposers:
             return {}
         return {
-            "spec_decode_drafts": self.total.num_drafts, "spec_decode_draft_tokens": self.total.num_draft_tokens,
+            "spec_decode_drafts": self.total.num_drafts,
+            "spec_decode_draft_tokens": self.total.num_draft_tokens,
             "spec_decode_accepted_tokens": self.total.num_accepted_tokens,
             "accepted_by_place": {str(place): float(count) for place, count in enumerate(list(self.accepted_by_place))},
-        }  # fmt: skip
+        }
 
     def forget(self, handle: int) -> Tally:
         """The sequence is gone. Returns its tally."""
@@ -126,30 +133,51 @@ class Speculation:
         return self.tallies.pop(handle, Tally())
 
     def _ask(
-        self, proposer: Proposer, asked: Mapping[int, Wanted], best: Mapping[int, tuple[DraftKind, list[int]]], num_decodes: int
+        self,
+        proposer: Proposer,
+        asked: Mapping[int, Wanted],
+        best: Mapping[int, tuple[DraftKind, list[int]]],
+        num_decodes: int,
     ) -> dict[int, tuple[DraftKind, list[int]]]:
         """The drafts of one of them: its kind, and those that may run."""
         if proposer.runs_model:
             # its cache has no holes, and no images
-            asked = {handle: each for handle, each in asked.items() if handle not in best and each.sequence.request.is_plain}
+            asked = {
+                handle: each for handle, each in asked.items() if handle not in best and each.sequence.request.is_plain
+            }
             max_drafts = max((each.max_drafts for each in asked.values()), default=0)
-            paying = self.control.best_length(proposer.name, list(asked), num_decodes, max_drafts, self.place_s.get(proposer.name, 0.0))
+            paying = self.control.best_length(
+                proposer.name, list(asked), num_decodes, max_drafts, self.place_s.get(proposer.name, 0.0)
+            )
             max_drafts = max_drafts if paying and proposer.stops_itself else paying
-            asked = {handle: Wanted(each.sequence, min(max_drafts, each.max_drafts)) for handle, each in asked.items()} if max_drafts else {}
+            asked = (
+                {handle: Wanted(each.sequence, min(max_drafts, each.max_drafts)) for handle, each in asked.items()}
+                if max_drafts
+                else {}
+            )
         if not asked:
             return {}
         began = time.perf_counter()
         found = proposer.propose(asked)
         if proposer.runs_model:
-            self._learn_time(proposer.name, time.perf_counter() - began, max((len(each.token_ids) for each in found.values()), default=0))
-        usable = {handle: (DraftKind(proposer.name, min(each.grade, MAX_GRADE)), self._usable(asked[handle], each.token_ids)) for handle, each in found.items()}
+            self._learn_time(
+                proposer.name,
+                time.perf_counter() - began,
+                max((len(each.token_ids) for each in found.values()), default=0),
+            )
+        usable = {
+            handle: (DraftKind(proposer.name, min(each.grade, MAX_GRADE)), self._usable(asked[handle], each.token_ids))
+            for handle, each in found.items()
+        }
         return {handle: (kind, token_ids) for handle, (kind, token_ids) in usable.items() if token_ids}
 
     def _usable(self, wanted: Wanted, token_ids: list[int]) -> list[int]:
         """The first of the drafts, up to one that can't be, or ends the sequence."""
         sequence = wanted.sequence
         ends = sequence.request.end_token_ids
-        count = next((at for at, each in enumerate(token_ids) if each in ends or not 0 <= each < self.vocab_size), len(token_ids))
+        count = next(
+            (at for at, each in enumerate(token_ids) if each in ends or not 0 <= each < self.vocab_size), len(token_ids)
+        )
         return self.constraints.allowed(sequence, token_ids[: min(count, wanted.max_drafts)])
 
     def _worth(self, handle: int, kind: DraftKind, token_ids: list[int]) -> float:

@@ -82,10 +82,15 @@ class RequestSpans:
         }
         span = self._record("prefill", active, chunks[0].started_at, ended_at, attributes)
         for chunk in chunks:
-            attributes = {"penstock.num_tokens": chunk.num_tokens, "penstock.num_context_tokens": chunk.num_context_tokens}
+            attributes = {
+                "penstock.num_tokens": chunk.num_tokens,
+                "penstock.num_context_tokens": chunk.num_context_tokens,
+            }
             self.tracer.record("prefill chunk", span, chunk.started_at, chunk.ended_at, attributes)
         progress.chunks, progress.num_chunks = [], 0
 
-    def _record(self, name: str, active: ActiveRequest, started_at: float, ended_at: float, attributes: Attributes) -> str:
+    def _record(
+        self, name: str, active: ActiveRequest, started_at: float, ended_at: float, attributes: Attributes
+    ) -> str:
         attributes = {"penstock.request_id": active.message.request_id, **attributes}
         return self.tracer.record(name, active.message.traceparent, started_at, ended_at, attributes)

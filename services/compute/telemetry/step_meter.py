@@ -41,5 +41,9 @@ class StepMeter:
 
     def load(self) -> Load:
         """The meter's figures, for the registry."""
-        buckets = {str(end): float(count) for end, count in zip((*TOKEN_BUCKETS, "inf"), self._steps_by_bucket, strict=True)}
-        return Load(steps=self.num_steps, iteration_tokens=self.num_tokens, step_s=dict(self.seconds), steps_by_tokens=buckets)
+        buckets = {
+            str(end): float(count) for end, count in zip((*TOKEN_BUCKETS, "inf"), self._steps_by_bucket, strict=True)
+        }
+        return Load(
+            steps=self.num_steps, iteration_tokens=self.num_tokens, step_s=dict(self.seconds), steps_by_tokens=buckets
+        )

@@ -23,7 +23,9 @@ class Snapshot:
     view: ComputeView | None = None
 
 
-def load_figures(meter: StepMeter, scheduler: Scheduler, speculation: Speculation, *, num_active: int, **totals: Any) -> Load:
+def load_figures(
+    meter: StepMeter, scheduler: Scheduler, speculation: Speculation, *, num_active: int, **totals: Any
+) -> Load:
     """The figures of a replica with num_active active requests. totals: numbers that its loop counts."""
     blocks, peaks, cost = scheduler.block_manager, scheduler.admission.peaks, scheduler.step_cost.cost
     return replace(
@@ -46,12 +48,31 @@ def load_figures(meter: StepMeter, scheduler: Scheduler, speculation: Speculatio
     )
 
 
-def make_view(replica_id: str, active: Iterable[ActiveRequest], running: Container[int], blocks: BlockManager, tallies: Mapping[int, Tally]) -> ComputeView:
+def make_view(
+    replica_id: str,
+    active: Iterable[ActiveRequest],
+    running: Container[int],
+    blocks: BlockManager,
+    tallies: Mapping[int, Tally],
+) -> ComputeView:
     """`running` and `tallies` have handles."""
     everything = list(active)
-    shown = sorted(everything, key=lambda request: (request.sequence.handle not in running, request.sequence.rank))[:MAX_SEQUENCES_SHOWN]
-    views = [view_of(request, tallies.get(request.sequence.handle, Tally()), is_running=request.sequence.handle in running) for request in shown]
-    return ComputeView(replica_id, blocks.block_size, blocks.num_blocks, blocks.num_used_blocks, len(blocks.evictable), len(everything), tuple(views))
+    shown = sorted(everything, key=lambda request: (request.sequence.handle not in running, request.sequence.rank))[
+        :MAX_SEQUENCES_SHOWN
+    ]
+    views = [
+        view_of(request, tallies.get(request.sequence.handle, Tally()), is_running=request.sequence.handle in running)
+        for request in shown
+    ]
+    return ComputeView(
+        replica_id,
+        blocks.block_size,
+        blocks.num_blocks,
+        blocks.num_used_blocks,
+        len(blocks.evictable),
+        len(everything),
+        tuple(views),
+    )
 
 
 def view_of(active: ActiveRequest, tally: Tally, *, is_running: bool) -> SequenceView:

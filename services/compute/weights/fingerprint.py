@@ -36,7 +36,16 @@ log = get_logger("penstock.compute")
 BATCH_VARIANT = "_batch_variant"  # end of a fingerprint that promises no equal bits
 HASHES = ".penstock-hashes"  # in the model's folder: a JSON object of file name: [stamp, SHA-256]
 LOCK_S = 600.0  # to wait for another process that hashes
-SETTINGS = ("dtype", "model_impl", "quantization", "quantization_group", "quantize_attention_output", "activations", "kv_cache_dtype", "kv_cache_group")
+SETTINGS = (
+    "dtype",
+    "model_impl",
+    "quantization",
+    "quantization_group",
+    "quantize_attention_output",
+    "activations",
+    "kv_cache_dtype",
+    "kv_cache_group",
+)
 HEAD_SETTINGS = ("quantize_lm_head",)
 VISION_FILES = ("config.json", "preprocessor_config.json", "processor_config.json")
 
@@ -63,7 +72,9 @@ def fingerprint(settings: ComputeSettings, files: ModelFiles, backend: Backend) 
         "arithmetic": backend.arithmetic,
     }
     if "longrope" in json.dumps(files.config, default=str):  # the longest sequence chooses its factors
-        facts["max_model_len"] = min((each for each in (settings.max_model_len, files.max_model_len) if each is not None), default=None)
+        facts["max_model_len"] = min(
+            (each for each in (settings.max_model_len, files.max_model_len) if each is not None), default=None
+        )
     if files.vision is not None:  # an image's digest names its tokens, and these decide what they are
         facts["vision"] = vision_fingerprint(files, str(backend.dtype), backend.device.type)
     kv = digest_of(facts)
@@ -85,10 +96,13 @@ def vision_fingerprint(files: ModelFiles, dtype: str, device: str) -> str:
     the libraries and the processor that compute."""
     hashes = content_hashes(files)
     facts = {
-        "version": version("penstock"), "files": {name: each for name, each in hashes.items() if is_weights(name) or name in VISION_FILES},
-        "dtype": dtype, "device": device, "libraries": {name: version(name) for name in ("torch", "transformers", "pillow")},
+        "version": version("penstock"),
+        "files": {name: each for name, each in hashes.items() if is_weights(name) or name in VISION_FILES},
+        "dtype": dtype,
+        "device": device,
+        "libraries": {name: version(name) for name in ("torch", "transformers", "pillow")},
         "processor": processor_facts() if device == "cpu" else torch.cuda.get_device_name(),
-    }  # fmt: skip
+    }
     return f"vp_{digest_of(facts)[:12]}"
 
 
@@ -100,7 +114,13 @@ def processor_facts() -> list[str]:
     except OSError:  # no Linux
         lines = []
     found = {line for line in lines if line.partition(":")[0].strip() in wanted}
-    return [*sorted(found), os.environ.get("ONEDNN_MAX_CPU_ISA", ""), torch.backends.cpu.get_cpu_capability(), platform.machine(), platform.processor()]
+    return [
+        *sorted(found),
+        os.environ.get("ONEDNN_MAX_CPU_ISA", ""),
+        torch.backends.cpu.get_cpu_capability(),
+        platform.machine(),
+        platform.processor(),
+    ]
 
 
 def digest_of(facts: dict[str, Any]) -> str:
@@ -117,7 +137,14 @@ def content_hashes(files: ModelFiles) -> dict[str, str]:
     if files.weights.is_file():
         paths = [*parts_of(files.weights), *([files.mmproj] if files.mmproj is not None else [])]
     else:
-        paths = sorted({file for pattern in (*WEIGHT_FILES, *TOKENIZER_FILES) for file in files.folder.glob(pattern) if file.is_file()})
+        paths = sorted(
+            {
+                file
+                for pattern in (*WEIGHT_FILES, *TOKENIZER_FILES)
+                for file in files.folder.glob(pattern)
+                if file.is_file()
+            }
+        )
     with _alone(paths[0].parent):
         stamps = {path.name: _stamp(path) for path in paths}
         known = _read(paths[0].parent, stamps)
@@ -192,7 +219,12 @@ def _read(folder: Path, stamps: Mapping[str, list[int]]) -> dict[str, list[Any]]
         with suppress(OSError, ValueError):
             found = json.loads(store.read_text(encoding="utf-8"))
             for name, entry in found.items() if isinstance(found, dict) else ():
-                if isinstance(entry, list) and len(entry) == 2 and isinstance(entry[1], str) and entry[0] == stamps.get(name, entry[0]):
+                if (
+                    isinstance(entry, list)
+                    and len(entry) == 2
+                    and isinstance(entry[1], str)
+                    and entry[0] == stamps.get(name, entry[0])
+                ):
                     known[name] = entry
     return known
 

@@ -48,11 +48,23 @@ def to_grouped(rows: Tensor, kind: GGMLQuantizationType, block_bytes: int) -> Gr
     form = FORMATS[kind]
     n, parts = rows.shape[0], form.split(rows.reshape(-1, block_bytes))
     scales, minima, steps, minimum_steps = (
-        None if each is None else each.reshape(n, -1) for each in (parts.scales, parts.minima, parts.steps, parts.minimum_steps)
+        None if each is None else each.reshape(n, -1)
+        for each in (parts.scales, parts.minima, parts.steps, parts.minimum_steps)
     )
     assert scales is not None
     table = None if form.table is None else torch.tensor(form.table, dtype=torch.int8)
-    return Grouped(parts.codes.reshape(n, -1), scales, form.group, table, None, minima, form.bits, form.lowest, steps, minimum_steps)
+    return Grouped(
+        parts.codes.reshape(n, -1),
+        scales,
+        form.group,
+        table,
+        None,
+        minima,
+        form.bits,
+        form.lowest,
+        steps,
+        minimum_steps,
+    )
 
 
 def has_wide_scales(rows: Tensor, kind: GGMLQuantizationType, block_bytes: int) -> bool:
@@ -137,7 +149,13 @@ def _q2_k(blocks: Tensor) -> Parts:
     """Each 32 bytes have the codes of 128 inputs; a byte of the first 16 a group's two steps."""
     codes = _bits(blocks[:, 16:80].reshape(-1, 32), 2)
     steps, minimum_steps = (blocks[:, :16] & 15).view(torch.int8), (blocks[:, :16] >> 4).view(torch.int8)
-    return Parts(codes.reshape(-1, SUPER_BLOCK).view(torch.int8), _half(blocks[:, 80:82]), -_half(blocks[:, 82:84]), steps, minimum_steps)
+    return Parts(
+        codes.reshape(-1, SUPER_BLOCK).view(torch.int8),
+        _half(blocks[:, 80:82]),
+        -_half(blocks[:, 82:84]),
+        steps,
+        minimum_steps,
+    )
 
 
 def _q3_k(blocks: Tensor) -> Parts:

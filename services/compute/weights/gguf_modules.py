@@ -98,9 +98,20 @@ def load_gguf_modules(path: Path, backend: Backend, config: Any) -> Any:
 def make_modules(path: Path, config: Any, dtype: torch.dtype) -> Any:
     """The model, whatever its parameters hold. Raises StartupError."""
     try:
-        return AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="eager", trust_remote_code=False)
-    except (RuntimeError, ValueError, TypeError, ArithmeticError, IndexError, KeyError) as error:  # whatever numbers of a file lead to in the library's code
-        raise StartupError(f"{path}: transformers can't make the model that the metadata describe: {first_line(error)}") from None
+        return AutoModelForCausalLM.from_config(
+            config, dtype=dtype, attn_implementation="eager", trust_remote_code=False
+        )
+    except (
+        RuntimeError,
+        ValueError,
+        TypeError,
+        ArithmeticError,
+        IndexError,
+        KeyError,
+    ) as error:  # whatever numbers of a file lead to in the library's code
+        raise StartupError(
+            f"{path}: transformers can't make the model that the metadata describe: {first_line(error)}"
+        ) from None
 
 
 def check_shapes(model: Any, source: GgufSource) -> None:
@@ -110,12 +121,17 @@ def check_shapes(model: Any, source: GgufSource) -> None:
         shape, part = tuple(parameter.shape), name.rpartition(".")[2]
         if part in ("gate_up_proj", "down_proj"):
             which = "gate" if part == "gate_up_proj" else "down"
-            source.check(f"{name.rpartition('.')[0]}.0.{which}_proj.weight", (shape[1] // 2 if which == "gate" else shape[1], shape[2]))
+            source.check(
+                f"{name.rpartition('.')[0]}.0.{which}_proj.weight",
+                (shape[1] // 2 if which == "gate" else shape[1], shape[2]),
+            )
         elif EXPANSION not in name and (name != "lm_head.weight" or source.has(name)):
             source.check(name, shape)
 
 
-def exchange(name: str, module: nn.Module, source: GgufSource, backend: Backend, config: Any, *, is_head: bool) -> nn.Module | None:
+def exchange(
+    name: str, module: nn.Module, source: GgufSource, backend: Backend, config: Any, *, is_head: bool
+) -> nn.Module | None:
     """The module that takes the place of this one; None: it stays."""
     if isinstance(module, nn.Linear) and not name.endswith(EXPANSION):
         shape, of_file = (module.out_features, module.in_features), f"{name}."
@@ -142,7 +158,9 @@ def read_experts(name: str, module: nn.Module, source: GgufSource, backend: Back
     for number in range(num_experts):
         gate, up = (source.matrix(f"{name}.{number}.{which}_proj.", (inter, hidden)) for which in ("gate", "up"))
         gate_up = backend.make_linear(concatenate([gate, up], backend.dtype), is_gated=True, activation=activation)
-        experts.append(Expert(gate_up, backend.make_linear(source.matrix(f"{name}.{number}.down_proj.", (hidden, inter)))))
+        experts.append(
+            Expert(gate_up, backend.make_linear(source.matrix(f"{name}.{number}.down_proj.", (hidden, inter))))
+        )
     return experts
 
 
@@ -151,7 +169,10 @@ def fill(model: Any, source: GgufSource) -> None:
     checkpoint."""
     in_float32 = tuple(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
     stored = model.state_dict().keys()
-    for name, tensor in [*model.named_parameters(), *((name, buffer) for name, buffer in model.named_buffers() if name in stored)]:
+    for name, tensor in [
+        *model.named_parameters(),
+        *((name, buffer) for name, buffer in model.named_buffers() if name in stored),
+    ]:
         dtype = torch.float32 if any(part in name for part in in_float32) else None
         parent, _, last = name.rpartition(".")
         module = model.get_submodule(parent)

@@ -31,30 +31,51 @@ log = get_logger("penstock.compute")
 
 
 FLOATS = {
-    GGMLQuantizationType.F32: torch.float32, GGMLQuantizationType.F16: torch.float16, GGMLQuantizationType.BF16: torch.bfloat16,
+    GGMLQuantizationType.F32: torch.float32,
+    GGMLQuantizationType.F16: torch.float16,
+    GGMLQuantizationType.BF16: torch.bfloat16,
     GGMLQuantizationType.F64: torch.float64,
-}  # fmt: skip
+}
 SLICE = 1 << 22  # weights that are dequantized at once: in float32 they take four bytes each
 
 LAYER = re.compile(r"model\.layers\.(\d+)\.(.+?)(?:\.(weight|bias))?")
 TOP = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
 IN_LAYER = {
-    "input_layernorm": "attn_norm", "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
-    "self_attn.qkv_proj": "attn_qkv", "self_attn.o_proj": "attn_output", "self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm",
-    "post_attention_layernorm": "ffn_norm", "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.gate_up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down", "mlp.gate": "ffn_gate_inp", "mlp.shared_expert_gate": "ffn_gate_inp_shexp", "mlp.shared_expert.gate_proj": "ffn_gate_shexp",
-    "mlp.shared_expert.up_proj": "ffn_up_shexp", "mlp.shared_expert.down_proj": "ffn_down_shexp",
-}  # fmt: skip
+    "input_layernorm": "attn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.qkv_proj": "attn_qkv",
+    "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.gate_up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+    "mlp.gate": "ffn_gate_inp",
+    "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
+    "mlp.shared_expert.gate_proj": "ffn_gate_shexp",
+    "mlp.shared_expert.up_proj": "ffn_up_shexp",
+    "mlp.shared_expert.down_proj": "ffn_down_shexp",
+}
 # which follow from the metadata
 UNNEEDED = re.compile(r"blk\.\d+\.(rope_freqs|attn_rot_embd|rope_factors_long|rope_factors_short)\.weight")
 OF_KEYS_AND_VALUES = re.compile(r"blk\.(\d+)\.(?:attn_k|attn_v|attn_k_norm)\.weight")
 IN_POST_NORM_LAYER = {
-    "post_attention_layernorm": "post_attention_norm", "pre_feedforward_layernorm": "ffn_norm", "post_feedforward_layernorm": "post_ffw_norm",
-}  # fmt: skip
+    "post_attention_layernorm": "post_attention_norm",
+    "pre_feedforward_layernorm": "ffn_norm",
+    "post_feedforward_layernorm": "post_ffw_norm",
+}
 IN_LAYER_OF: dict[str, dict[str, str]] = {
     **dict.fromkeys(("gemma2", "gemma3", "olmo2", "exaone4"), IN_POST_NORM_LAYER),
     "seed_oss": {"post_attention_layernorm": "post_attention_norm"},
-    "gpt-oss": {"post_attention_layernorm": "post_attention_norm", "self_attn.sinks": "attn_sinks", "mlp.router": "ffn_gate_inp"},
+    "gpt-oss": {
+        "post_attention_layernorm": "post_attention_norm",
+        "self_attn.sinks": "attn_sinks",
+        "mlp.router": "ffn_gate_inp",
+    },
 }
 # an expert's matrix or bias, which is a part of all experts' in one tensor; gates and ups may be one,
 # too
@@ -82,7 +103,9 @@ class GgufRows:
 
     def __getitem__(self, ids: Tensor, /) -> Tensor:
         """ids: [T] int64, one at least. Returns [T, columns] in `dtype`."""
-        rows = np.frombuffer(self.data, np.uint8, self.num_rows * self.row_bytes, self.offset).reshape(self.num_rows, self.row_bytes)
+        rows = np.frombuffer(self.data, np.uint8, self.num_rows * self.row_bytes, self.offset).reshape(
+            self.num_rows, self.row_bytes
+        )
         return torch.from_numpy(gguf.dequantize(rows[ids.numpy()], self.kind)).to(self.dtype)
 
 
@@ -95,7 +118,9 @@ class GgufSource:
         self.device = device
         self.head: GgufHead = read_model(path)
         self.architecture = self.head.text("general.architecture")
-        self._library_names = library_names(self.head, self.architecture) if self.architecture in LIBRARY_FAMILIES else None
+        self._library_names = (
+            library_names(self.head, self.architecture) if self.architecture in LIBRARY_FAMILIES else None
+        )
         self._read: set[str] = set()
         self._kinds = {name: self._check(info) for name, info in self.head.tensors.items()}
         self._maps = {each: _map_file(each) for each in {info.path for info in self.head.tensors.values()}}
@@ -111,7 +136,9 @@ class GgufSource:
         except ValueError:
             raise StartupError(f"{self.folder}: {info.name} has an unknown type, number {info.type_id}") from None
         if info.shape[-1] % GGML_QUANT_SIZES[kind][0]:
-            raise StartupError(f"{self.folder}: {info.name} has rows of {info.shape[-1]}, which blocks of {kind.name} don't fill")
+            raise StartupError(
+                f"{self.folder}: {info.name} has rows of {info.shape[-1]}, which blocks of {kind.name} don't fill"
+            )
         return kind
 
     @property
@@ -124,10 +151,17 @@ class GgufSource:
     def report(self, layers: range | None = None) -> None:
         """Log in one line which types the file has, and how each is kept. Raises StartupError if
         tensors of these layers were not read. layers: None means all."""
-        left = [name for name in self._kinds if _is_of_layers(name, layers) and name not in self._read and not self._is_unneeded(name)]
+        left = [
+            name
+            for name in self._kinds
+            if _is_of_layers(name, layers) and name not in self._read and not self._is_unneeded(name)
+        ]
         if left:
             others = f" and {len(left) - 1} more" if len(left) > 1 else ""
-            raise StartupError(f"{self.folder}: {left[0]}{others} belong to no layer that Penstock knows: without them the model would answer wrongly")
+            raise StartupError(
+                f"{self.folder}: {left[0]}{others} belong to no layer that Penstock knows: without them the model "
+                "would answer wrongly"
+            )
         counts = Counter(self._kinds.values()).most_common()
         grouped = ", ".join(f"{count} {kind.name}" for kind, count in counts if self._is_kept(kind))
         dense = ", ".join(f"{count} {kind.name}" for kind, count in counts if not self._is_kept(kind))
@@ -138,16 +172,24 @@ class GgufSource:
     def _is_unneeded(self, name: str) -> bool:
         """Also what layers have that take keys and values from others, as all of Gemma 3n's files
         have it."""
-        shared = int(self.head.metadata.get(f"{self.architecture}.attention.shared_kv_layers", 0)) if self.architecture == "gemma3n" else 0
+        shared = (
+            int(self.head.metadata.get(f"{self.architecture}.attention.shared_kv_layers", 0))
+            if self.architecture == "gemma3n"
+            else 0
+        )
         found = OF_KEYS_AND_VALUES.fullmatch(name)
-        return UNNEEDED.fullmatch(name) is not None or (found is not None and int(found[1]) >= self.head.number(f"{self.architecture}.block_count") - shared)
+        return UNNEEDED.fullmatch(name) is not None or (
+            found is not None and int(found[1]) >= self.head.number(f"{self.architecture}.block_count") - shared
+        )
 
     def _is_kept(self, kind: GGMLQuantizationType) -> bool:
         """Whether a matrix of that type keeps its form. In float32, for which no kernel reads any,
         it is dequantized."""
         return kind in FORMATS and self.dtype != torch.float32
 
-    def dense(self, name: str, shape: tuple[int, ...], rows: Sequence[range] | None = None, dtype: torch.dtype | None = None) -> Tensor:
+    def dense(
+        self, name: str, shape: tuple[int, ...], rows: Sequence[range] | None = None, dtype: torch.dtype | None = None
+    ) -> Tensor:
         """dtype: another than the model's."""
         if rows is not None and len(shape) == 1:
             return take_rows(self.dense(name, shape, dtype=dtype), rows)
@@ -156,8 +198,14 @@ class GgufSource:
         data = self._rows(info, kind, name, rows)
         if kind in FLOATS:
             values = data.view(FLOATS[kind])
-            return (values.float() - offset if offset else values).to(device=self.device, dtype=dtype or self.dtype).reshape(-1, *shape[1:])
-        return self._dequantize(data, kind, shape if rows is None else (len(data), *shape[1:])).to(device=self.device, dtype=dtype)
+            return (
+                (values.float() - offset if offset else values)
+                .to(device=self.device, dtype=dtype or self.dtype)
+                .reshape(-1, *shape[1:])
+            )
+        return self._dequantize(data, kind, shape if rows is None else (len(data), *shape[1:])).to(
+            device=self.device, dtype=dtype
+        )
 
     def matrix(self, name: str, shape: tuple[int, int], rows: Sequence[range] | None = None) -> Matrix:
         info, kind = self._find(name + "weight", shape)
@@ -169,10 +217,16 @@ class GgufSource:
         is_wide = has_wide_scales(data, kind, size)
         data = take_rows(data, rows) if is_judged else data
         if is_wide:
-            log.warning("float16 can't hold this tensor's scales: it is dequantized", file=self.folder.name, tensor=info.name)
+            log.warning(
+                "float16 can't hold this tensor's scales: it is dequantized", file=self.folder.name, tensor=info.name
+            )
             return Dense(self._dequantize(data, kind, (len(data), shape[1])).to(self.device))
         grouped = to_grouped(data, kind, size)
-        moved: dict[str, Any] = {each.name: part.to(self.device) for each in fields(grouped) if isinstance(part := getattr(grouped, each.name), Tensor)}
+        moved: dict[str, Any] = {
+            each.name: part.to(self.device)
+            for each in fields(grouped)
+            if isinstance(part := getattr(grouped, each.name), Tensor)
+        }
         return replace(grouped, **moved)
 
     def has(self, name: str) -> bool:
@@ -195,7 +249,12 @@ class GgufSource:
         self._progress.update()
         return GgufRows(_map_file(info.path), info.offset, shape[0], info.size_bytes // shape[0], kind, self.dtype)
 
-    def tied_head(self, embedding: EmbeddingRows | None, shape: tuple[int, int], rows: Sequence[range] | None = None) -> Matrix:  # noqa: ARG002
+    def tied_head(
+        self,
+        embedding: EmbeddingRows | None,  # noqa: ARG002
+        shape: tuple[int, int],
+        rows: Sequence[range] | None = None,  # noqa: ARG002, RUF100
+    ) -> Matrix:
         return self.matrix("model.embed_tokens.", shape, rows)
 
     def close(self) -> None:
@@ -208,7 +267,9 @@ class GgufSource:
         if (match := EXPERT.fullmatch(name)) is not None:
             return self._find_expert(f"blk.{match[1]}.ffn_", int(match[2]), match[3], f"_exps.{match[4]}", shape)
         if (match := STACKED.fullmatch(name)) is not None:
-            stack, kind = self._find(match[1] + ".weight", (self.head.number(f"{self.architecture}.altup.num_inputs") - 1, *shape))
+            stack, kind = self._find(
+                match[1] + ".weight", (self.head.number(f"{self.architecture}.altup.num_inputs") - 1, *shape)
+            )
             part = replace(stack, shape=shape)
             return replace(part, offset=stack.offset + int(match[2]) * part.size_bytes), kind
         gguf_name = self._translate(name)
@@ -221,7 +282,9 @@ class GgufSource:
             raise StartupError(f"{self.folder}: {gguf_name} has the shape {info.shape}, the metadata says {shape}")
         return info, self._kinds[gguf_name]
 
-    def _find_expert(self, start: str, number: int, which: str, end: str, shape: tuple[int, ...]) -> tuple[TensorInfo, GGMLQuantizationType]:
+    def _find_expert(
+        self, start: str, number: int, which: str, end: str, shape: tuple[int, ...]
+    ) -> tuple[TensorInfo, GGMLQuantizationType]:
         """The place of an expert's matrix, or bias, in the tensor of all experts, whose name has this
         start and end. Raises StartupError."""
         name, height = start + which + end, shape[0]
@@ -253,7 +316,11 @@ class GgufSource:
         num_rows = math.prod(info.shape[:-1]) if len(info.shape) > 1 else info.shape[0] if kind in FLOATS else 1
         mapped = np.frombuffer(self._maps[info.path], np.uint8, info.size_bytes, info.offset).reshape(num_rows, -1)
         places = self._places(name, num_rows, rows)
-        parts = [mapped[each.start : each.stop] for each in rows or [range(num_rows)]] if places is None else [mapped[places]]
+        parts = (
+            [mapped[each.start : each.stop] for each in rows or [range(num_rows)]]
+            if places is None
+            else [mapped[places]]
+        )
         data = torch.from_numpy(np.concatenate(parts))
         _forget(self._maps[info.path], info.offset, info.size_bytes)
         self._read.add(info.name)
@@ -277,7 +344,9 @@ class GgufSource:
         if self.has(prefix + "kv_b_proj.weight"):
             return self.dense(prefix + "kv_b_proj.weight", (num_heads * (num_keys + num_values), rank))
         keys = self.dense(prefix + "k_b_proj.weight", (num_heads, rank, num_keys)).transpose(1, 2)
-        return torch.cat([keys, self.dense(prefix + "v_b_proj.weight", (num_heads, num_values, rank))], dim=1).flatten(0, 1)
+        return torch.cat([keys, self.dense(prefix + "v_b_proj.weight", (num_heads, num_values, rank))], dim=1).flatten(
+            0, 1
+        )
 
     def _dequantize(self, rows: Tensor, kind: GGMLQuantizationType, shape: tuple[int, ...]) -> Tensor:
         """Widen to the model's dtype, a slice of rows at a time."""

@@ -36,7 +36,11 @@ log = get_logger("penstock.compute")
 def open_source(location: Path, config: ModelConfig, backend: Backend) -> SafetensorsSource | GgufSource:
     """The tensors of a folder, or of a GGUF file. Raises StartupError."""
     dtype, device = backend.dtype, backend.device
-    return GgufSource(location, dtype, device) if location.is_file() else SafetensorsSource(location, dtype, device, config.quantization_config)
+    return (
+        GgufSource(location, dtype, device)
+        if location.is_file()
+        else SafetensorsSource(location, dtype, device, config.quantization_config)
+    )
 
 
 def check_quantizable(source: SafetensorsSource | GgufSource, option: str) -> None:
@@ -44,7 +48,10 @@ def check_quantizable(source: SafetensorsSource | GgufSource, option: str) -> No
     they have in the file."""
     if source.quantized_as:
         again = "; penstock quantize --calibrate dequantizes it first" if isinstance(source, GgufSource) else ""
-        reason = f"is quantized already ({source.quantized_as}) and keeps its form; only dense checkpoints are quantized{again}"
+        reason = (
+            f"is quantized already ({source.quantized_as}) and keeps its form; only dense checkpoints are "
+            f"quantized{again}"
+        )
         raise StartupError(f"{option}: {source.folder} {reason}")
 
 
@@ -63,7 +70,16 @@ def load_weights(
 
     Raises StartupError, naming the tensor that is missing or wrong.
     """
-    parts = load_parts(folder, config, backend, EVERYTHING, quantization=quantization, group=group, attention_output=attention_output, lm_head=lm_head)
+    parts = load_parts(
+        folder,
+        config,
+        backend,
+        EVERYTHING,
+        quantization=quantization,
+        group=group,
+        attention_output=attention_output,
+        lm_head=lm_head,
+    )
     assert parts.embedding is not None and parts.lm_head is not None
     layers = [whole_layer(each, config, backend) for each in parts.layers]
     return ModelWeights(embedding=parts.embedding, layers=layers, norm=parts.norm, lm_head=parts.lm_head)
@@ -83,14 +99,18 @@ def load_parts(
     """Load as much of the weights as a rank has, as load_weights does."""
     if config.packed is not None:
         if quantization not in ("none", config.packed.quantization):
-            raise StartupError(f"--quantization {quantization}: {folder} is quantized already, as {config.packed.quantization}")
+            raise StartupError(
+                f"--quantization {quantization}: {folder} is quantized already, as {config.packed.quantization}"
+            )
         has_four_bits = config.packed.quantization in IN_EIGHT_BITS
         if has_four_bits and attention_output and not config.packed.attention_output:
             raise StartupError(f"--quantize-attention-output: {folder} is quantized already, without it")
         if has_four_bits and lm_head and not config.packed.lm_head:
             raise StartupError(f"--quantize-lm-head: {folder} is quantized already, without it")
     source = open_source(folder, config, backend)
-    loader = Loader(source, config, backend, config.packed or Packed(quantization, group, attention_output, lm_head), portion)
+    loader = Loader(
+        source, config, backend, config.packed or Packed(quantization, group, attention_output, lm_head), portion
+    )
     try:
         if quantization != "none" or attention_output or lm_head:
             option = "--quantize-attention-output" if attention_output else "--quantize-lm-head"
@@ -102,7 +122,12 @@ def load_parts(
             give_back_free_memory()
         norm = loader.norm("model.norm.weight", config.hidden_size)
         of_head = replace(loader, portion=EVERYTHING) if portion.is_sharded else loader
-        found = ModelParts(embedding=embedding, layers=parts, norm=norm, lm_head=of_head.head_part(embedding) if portion.has_head else None)
+        found = ModelParts(
+            embedding=embedding,
+            layers=parts,
+            norm=norm,
+            lm_head=of_head.head_part(embedding) if portion.has_head else None,
+        )
         # the first rank has a part of everything
         source.report(portion.layers if portion.share.rank == 0 else range(0))
         loader.report()
@@ -123,7 +148,15 @@ def whole_layer(parts: LayerParts, config: ModelConfig, backend: Backend) -> Lay
         assert parts.mlp.shared_gate is not None
         shared = SharedExpert(Expert(*_both(parts.mlp.shared)), parts.mlp.shared_gate)
     grouped = backend.group_experts([(each.gate_up, each.down) for each in parts.mlp.experts], moe.num_experts)
-    mixture = MoeMlp(backend.row_math, parts.mlp.router, parts.mlp.experts, moe.num_active, moe.has_normalized_weights, shared, grouped)
+    mixture = MoeMlp(
+        backend.row_math,
+        parts.mlp.router,
+        parts.mlp.experts,
+        moe.num_active,
+        moe.has_normalized_weights,
+        shared,
+        grouped,
+    )
     return LayerWeights(parts.norms, parts.qkv, parts.output, mixture, parts.sinks)
 
 
@@ -137,9 +170,14 @@ def norm_names(config: ModelConfig) -> dict[str, str]:
     names = {}
     if config.has_pre_norms:
         names["before_attention"] = "input_layernorm.weight"
-        names["before_mlp"] = "pre_feedforward_layernorm.weight" if config.has_post_norms else "post_attention_layernorm.weight"
+        names["before_mlp"] = (
+            "pre_feedforward_layernorm.weight" if config.has_post_norms else "post_attention_layernorm.weight"
+        )
     if config.has_post_norms:
-        names |= {"after_attention": "post_attention_layernorm.weight", "after_mlp": "post_feedforward_layernorm.weight"}
+        names |= {
+            "after_attention": "post_attention_layernorm.weight",
+            "after_mlp": "post_feedforward_layernorm.weight",
+        }
     if config.has_qk_norm:
         names |= {"q": "self_attn.q_norm.weight", "k": "self_attn.k_norm.weight"}
     return names
@@ -166,7 +204,11 @@ class Loader:
         """Say in the log what the file holds in fewer bits than the memory."""
         if self.widened:
             layers = "; ".join(f"{count} of {form}" for form, count in self.widened.items())
-            log.warning(f"layers are widened to {str(self.backend.dtype).removeprefix('torch.')}: nothing here reads them as the file has them", layers=layers)
+            log.warning(
+                f"layers are widened to {str(self.backend.dtype).removeprefix('torch.')}: nothing here reads them as "
+                "the file has them",
+                layers=layers,
+            )
 
     def layer(self, number: int) -> LayerWeights:
         """A layer of the whole model."""
@@ -177,27 +219,57 @@ class Loader:
         hidden, head_dim = config.hidden_size, config.head_dim
         q_size, kv_size = config.num_heads * head_dim, config.num_kv_heads * head_dim
         attention = prefix + "self_attn."
-        names = [attention + "qkv_proj."] if config.has_fused_projections else [attention + f"{name}_proj." for name in "qkv"]
+        names = (
+            [attention + "qkv_proj."]
+            if config.has_fused_projections
+            else [attention + f"{name}_proj." for name in "qkv"]
+        )
         sizes = {"q": q_size, "k": kv_size} if config.is_qk_norm_joint else {"q": head_dim, "k": head_dim}
-        norms = {field: self.norm(prefix + name, sizes.get(field, hidden)) for field, name in norm_names(config).items()}
+        norms = {
+            field: self.norm(prefix + name, sizes.get(field, hidden)) for field, name in norm_names(config).items()
+        }
         own = heads_of(config, self.share.size, may_repeat=not self.portion.is_sharded)[self.share.rank]
         heads = [scaled(each, head_dim) for each in (own.queries, own.kv, own.kv)]
         return LayerParts(
             norms=Norms(**norms),
-            qkv=self.linear(prefix + "qkv.", names, [(size, hidden) for size in (q_size, kv_size, kv_size)], config.has_qkv_bias, parts=heads),
-            output=self.columns(prefix + "output.", attention + "o_proj.", (hidden, q_size), config.has_output_bias, self.packing.of_output),
-            mlp=self.mixture(prefix, config.moe) if config.moe is not None and number in config.moe.sparse_layers else self.mlp(prefix),
-            sinks=self.source.dense(attention + "sinks", (config.num_heads,), [own.queries]).float() if config.has_sinks and own.queries else None,
+            qkv=self.linear(
+                prefix + "qkv.",
+                names,
+                [(size, hidden) for size in (q_size, kv_size, kv_size)],
+                config.has_qkv_bias,
+                parts=heads,
+            ),
+            output=self.columns(
+                prefix + "output.",
+                attention + "o_proj.",
+                (hidden, q_size),
+                config.has_output_bias,
+                self.packing.of_output,
+            ),
+            mlp=self.mixture(prefix, config.moe)
+            if config.moe is not None and number in config.moe.sparse_layers
+            else self.mlp(prefix),
+            sinks=self.source.dense(attention + "sinks", (config.num_heads,), [own.queries]).float()
+            if config.has_sinks and own.queries
+            else None,
         )
 
     def mlp(self, prefix: str) -> MlpParts:
-        names = ["gate_up_proj", "down_proj"] if self.config.has_fused_projections else ["gate_proj", "up_proj", "down_proj"]
-        return self.gated(prefix, [f"{prefix}mlp.{name}." for name in names], self.config.intermediate_size, self.config.has_mlp_bias)
+        names = (
+            ["gate_up_proj", "down_proj"]
+            if self.config.has_fused_projections
+            else ["gate_proj", "up_proj", "down_proj"]
+        )
+        return self.gated(
+            prefix, [f"{prefix}mlp.{name}." for name in names], self.config.intermediate_size, self.config.has_mlp_bias
+        )
 
     def gated(self, name: str, sources: list[str], inter: int, has_bias: bool) -> MlpParts:
         """name: when it is packed; sources: of gate, up and down, or of gate and up in one, and down."""
         hidden, part = self.config.hidden_size, self.share.part(inter)
-        gate_up = self.linear(name + "gate_up.", sources[:-1], [(inter, hidden)] * 2, has_bias, is_gated=True, parts=[part, part])
+        gate_up = self.linear(
+            name + "gate_up.", sources[:-1], [(inter, hidden)] * 2, has_bias, is_gated=True, parts=[part, part]
+        )
         return MlpParts(gate_up, self.columns(name + "down.", sources[-1], (hidden, inter), has_bias, None))
 
     def mixture(self, prefix: str, moe: MoeConfig) -> MixtureParts:
@@ -205,12 +277,19 @@ class Loader:
         its own, or all in one, as transformers 5 has them in memory."""
         hidden = self.config.hidden_size
         block = prefix + ("block_sparse_moe." if self.source.has(prefix + "block_sparse_moe.gate.weight") else "mlp.")
-        router = self.whole(prefix + "router.", block + ("router." if moe.has_bias else "gate."), (moe.num_experts, hidden), moe.has_bias)
+        router = self.whole(
+            prefix + "router.",
+            block + ("router." if moe.has_bias else "gate."),
+            (moe.num_experts, hidden),
+            moe.has_bias,
+        )
         shared = shared_gate = None
         if moe.shared_intermediate_size:
             names = [block + f"shared_expert.{which}_proj." for which in ("gate", "up", "down")]
             shared = self.gated(prefix + "shared.", names, moe.shared_intermediate_size, has_bias=False)
-            shared_gate = self.whole(prefix + "shared.gate.", block + "shared_expert_gate.", (1, hidden), has_bias=False)
+            shared_gate = self.whole(
+                prefix + "shared.gate.", block + "shared_expert_gate.", (1, hidden), has_bias=False
+            )
         numbers = self.share.part(moe.num_experts, unit=1)
         if moe.has_bias and isinstance(self.source, SafetensorsSource) and self.config.packed is None:
             experts = [self.gpt_oss_expert(block + "experts.", number, moe) for number in numbers]
@@ -231,18 +310,27 @@ class Loader:
         """Load some experts from [experts, 2 * intermediate, hidden], gates first, and [experts, hidden,
         intermediate], or, in Qwen 3 VL's published files, with the last two turned round."""
         assert isinstance(self.source, SafetensorsSource)
-        hidden, inter, quantization, group = self.config.hidden_size, moe.intermediate_size, self.packing.quantization, self.packing.group
+        hidden, inter, quantization, group = (
+            self.config.hidden_size,
+            moe.intermediate_size,
+            self.packing.quantization,
+            self.packing.group,
+        )
         make, activation = self.backend.make_linear, self.config.activation
         is_turned = self.source.stored_shape(block + "experts.down_proj")[1:] == (inter, hidden) != (hidden, inter)
         gate_up, down = (
-            self.source.dense(f"{block}experts.{name}_proj", (moe.num_experts, *(shape[::-1] if is_turned else shape)), [numbers])
+            self.source.dense(
+                f"{block}experts.{name}_proj", (moe.num_experts, *(shape[::-1] if is_turned else shape)), [numbers]
+            )
             for name, shape in (("gate_up", (2 * inter, hidden)), ("down", (hidden, inter)))
         )
         if is_turned:
             gate_up, down = gate_up.mT.contiguous(), down.mT.contiguous()
         return [
             Expert(
-                make(Dense(gate_up[place]), quantization=quantization, group=group, is_gated=True, activation=activation),
+                make(
+                    Dense(gate_up[place]), quantization=quantization, group=group, is_gated=True, activation=activation
+                ),
                 make(Dense(down[place]), quantization=quantization, group=group),
             )
             for place in range(len(numbers))
@@ -251,7 +339,12 @@ class Loader:
     def gpt_oss_expert(self, block: str, number: int, moe: MoeConfig) -> Expert:
         """Load one of experts in which gates and ups take turns."""
         assert isinstance(self.source, SafetensorsSource)
-        hidden, inter, quantization, group = self.config.hidden_size, moe.intermediate_size, self.packing.quantization, self.packing.group
+        hidden, inter, quantization, group = (
+            self.config.hidden_size,
+            moe.intermediate_size,
+            self.packing.quantization,
+            self.packing.group,
+        )
         make, activation = self.backend.make_linear, self.config.activation
         order = torch.arange(2 * inter).view(-1, 2).T.flatten()
         gate_up, gate_up_bias = read_expert(self.source, block + "gate_up_proj", number, (2 * inter, hidden), order)
@@ -280,15 +373,23 @@ class Loader:
         if not part:
             return None
         head = self.source.tied_head(embedding, shape, None if self.share.size == 1 else [part])
-        return self.backend.make_linear(head, quantization=self.packing.of_head, group=self.packing.group, whole_n=shape[0])
+        return self.backend.make_linear(
+            head, quantization=self.packing.of_head, group=self.packing.group, whole_n=shape[0]
+        )
 
-    def whole(self, name: str, source: str, shape: tuple[int, int], has_bias: bool, quantization: str | None = "none") -> Linear:
+    def whole(
+        self, name: str, source: str, shape: tuple[int, int], has_bias: bool, quantization: str | None = "none"
+    ) -> Linear:
         """A layer that every rank has whole."""
         return _there(self.linear(name, [source], [shape], has_bias, quantization=quantization))
 
-    def columns(self, name: str, source: str, shape: tuple[int, int], has_bias: bool, quantization: str | None) -> Linear | None:
+    def columns(
+        self, name: str, source: str, shape: tuple[int, int], has_bias: bool, quantization: str | None
+    ) -> Linear | None:
         """The rank's outputs of a layer."""
-        return self.linear(name, [source], [shape], has_bias, quantization=quantization, parts=[self.share.part(shape[0])])
+        return self.linear(
+            name, [source], [shape], has_bias, quantization=quantization, parts=[self.share.part(shape[0])]
+        )
 
     def linear(
         self,
@@ -316,18 +417,27 @@ class Loader:
         quantization, group = quantization or self.packing.quantization, self.packing.group
         read = list(zip(sources, shapes, of_sources, strict=True))
         matrices = [self.source.matrix(source, shape, some) for source, shape, some in read]
-        biases = [self.source.dense(source + "bias", shape[:1], some) for source, shape, some in read] if has_bias else []
+        biases = (
+            [self.source.dense(source + "bias", shape[:1], some) for source, shape, some in read] if has_bias else []
+        )
         bias = torch.cat(biases) if biases else None
         joined = concatenate(matrices, self.backend.dtype)
         # where a backend has no layers of several forms, all of them are widened
         widened = [each for each in matrices if not isinstance(each, Dense)] if not self.backend.is_kept(joined) else []
         self.widened.update({str(each) for each in widened})
         return self.backend.make_linear(
-            joined, bias, quantization=quantization, group=group, is_gated=is_gated, activation=self.config.activation,
+            joined,
+            bias,
+            quantization=quantization,
+            group=group,
+            is_gated=is_gated,
+            activation=self.config.activation,
             whole_n=sum(shape[0] for shape in shapes),
-        )  # fmt: skip
+        )
 
-    def restored(self, name: str, shapes: list[tuple[int, int]], has_bias: bool, *, is_gated: bool, rows: Sequence[range] | None) -> Linear:
+    def restored(
+        self, name: str, shapes: list[tuple[int, int]], has_bias: bool, *, is_gated: bool, rows: Sequence[range] | None
+    ) -> Linear:
         """A layer that is packed. rows: as linear's parts."""
         assert isinstance(self.source, SafetensorsSource)
         n, k = sum(shape[0] for shape in shapes), shapes[0][1]
@@ -335,7 +445,9 @@ class Loader:
         # a gated layer has one output for each of two rows
         outputs = None if rows is None else rows[:1] if is_gated else side_by_side(shapes, rows)
         try:
-            return self.backend.restore_linear(parts, n, k, is_gated=is_gated, has_bias=has_bias, activation=activation, outputs=outputs)
+            return self.backend.restore_linear(
+                parts, n, k, is_gated=is_gated, has_bias=has_bias, activation=activation, outputs=outputs
+            )
         except ValueError as error:
             raise StartupError(f"{self.source.folder}: {name.rstrip('.')}: {error}") from None
 

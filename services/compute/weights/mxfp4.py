@@ -30,7 +30,9 @@ def halved_scales(exponents: Tensor) -> Tensor:
     return torch.ldexp(torch.ones_like(powers, dtype=torch.float32), powers).half()
 
 
-def read_expert(source: SafetensorsSource, name: str, number: int, shape: tuple[int, int], order: Tensor) -> tuple[Matrix, Tensor]:
+def read_expert(
+    source: SafetensorsSource, name: str, number: int, shape: tuple[int, int], order: Tensor
+) -> tuple[Matrix, Tensor]:
     """An expert's matrix [n, k] and its bias [n] of gpt-oss' files, rows in this order: blocks in MXFP4,
     [experts, n, ...], or weights [experts, k, n]. Raises StartupError."""
     (n, k), dtype = shape, source.dtype

@@ -20,7 +20,9 @@ class LoadingProgress:
         self._num_tensors = num_tensors
         self._num_read = 0
         self._told_at = time.monotonic()
-        self._bar = tqdm(total=num_tensors, desc="loading weights", unit="tensor", file=sys.stderr, mininterval=0.5, delay=0.5)
+        self._bar = tqdm(
+            total=num_tensors, desc="loading weights", unit="tensor", file=sys.stderr, mininterval=0.5, delay=0.5
+        )
 
     def update(self) -> None:
         """Count one more tensor that was read."""

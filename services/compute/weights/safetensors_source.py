@@ -34,7 +34,9 @@ class SafetensorsSource:
     """A WeightSource; and of a packed checkpoint, the parts of its layers. The text part of a
     multimodal checkpoint has the names of a text model."""
 
-    def __init__(self, folder: Path, dtype: torch.dtype, device: torch.device, quantization_config: dict[str, Any] | None = None) -> None:
+    def __init__(
+        self, folder: Path, dtype: torch.dtype, device: torch.device, quantization_config: dict[str, Any] | None = None
+    ) -> None:
         """quantization_config: config.json's, of a format of weights/formats/. Raises
         StartupError."""
         self.folder = folder
@@ -43,9 +45,14 @@ class SafetensorsSource:
         files = self._index()
         self._name_in_file = {_text_name(name): name for name in files}
         if BARE_EMBEDDING in self._name_in_file:
-            self._name_in_file = {name if name.startswith("lm_head.") else f"model.{name}": of_file for name, of_file in self._name_in_file.items()}
+            self._name_in_file = {
+                name if name.startswith("lm_head.") else f"model.{name}": of_file
+                for name, of_file in self._name_in_file.items()
+            }
         self.file_by_name = {name: files[of_file] for name, of_file in self._name_in_file.items()}
-        self.format: WeightFormat | None = read_format(config) if (config := quantization_config or self._older_config()) else None
+        self.format: WeightFormat | None = (
+            read_format(config) if (config := quantization_config or self._older_config()) else None
+        )
         self.kept: Counter[str] = Counter()  # quantized matrices, by how they are kept
         self._progress = LoadingProgress(len(self.file_by_name))
         self._open: dict[Path, Any] = {}
@@ -67,7 +74,11 @@ class SafetensorsSource:
             raise StartupError(f"{self.folder}: the weights can't be read: {error}") from None
         if not names:
             pickles = sorted(file.name for suffix in PICKLES for file in self.folder.glob("*" + suffix))
-            why = f"; {pickles[0]} is a pickle, which may run code when it is read: convert it to safetensors" if pickles else "; other formats are not read"
+            why = (
+                f"; {pickles[0]} is a pickle, which may run code when it is read: convert it to safetensors"
+                if pickles
+                else "; other formats are not read"
+            )
             raise StartupError(f"{self.folder} holds no *.safetensors{why}")
         return names
 
@@ -77,9 +88,17 @@ class SafetensorsSource:
         if not isinstance(files, dict):
             raise ValueError("model.safetensors.index.json has no weight_map")
         for file in files.values():
-            is_here = isinstance(file, str) and file.isprintable() and not Path(file).is_absolute() and ".." not in Path(file).parts
+            is_here = (
+                isinstance(file, str)
+                and file.isprintable()
+                and not Path(file).is_absolute()
+                and ".." not in Path(file).parts
+            )
             if not is_here or not file.endswith(".safetensors"):
-                raise ValueError(f"model.safetensors.index.json names {str(file)[:80]!r}, which is not a safetensors file in the folder")
+                raise ValueError(
+                    f"model.safetensors.index.json names {str(file)[:80]!r}, which is not a safetensors file in the "
+                    "folder"
+                )
         return {name: self.folder / file for name, file in files.items()}
 
     def _older_config(self) -> dict[str, Any] | None:
@@ -90,7 +109,9 @@ class SafetensorsSource:
         try:
             config = json.loads(file.read_text(encoding="utf-8"))
         except FileNotFoundError:
-            raise StartupError(f"{self.folder} is quantized, and config.json has no quantization_config that says how") from None
+            raise StartupError(
+                f"{self.folder} is quantized, and config.json has no quantization_config that says how"
+            ) from None
         except (OSError, ValueError, RecursionError) as error:
             raise StartupError(f"{file}: {error}") from None
         if not isinstance(config, dict):
@@ -138,10 +159,15 @@ class SafetensorsSource:
     def dense(self, name: str, shape: tuple[int, ...], rows: Sequence[range] | None = None) -> Tensor:
         tensor = self.tensor(name)
         if tuple(tensor.shape) != shape:
-            raise StartupError(f"{self.file_by_name[name]}: {name} has the shape {tuple(tensor.shape)}, config.json says {shape}")
+            raise StartupError(
+                f"{self.file_by_name[name]}: {name} has the shape {tuple(tensor.shape)}, config.json says {shape}"
+            )
         if not tensor.is_floating_point() or tensor.element_size() < 2:
             kind = str(tensor.dtype).removeprefix("torch.")
-            raise StartupError(f"{self.file_by_name[name]}: {name} is {kind}, and config.json has no quantization_config that says how to read it")
+            raise StartupError(
+                f"{self.file_by_name[name]}: {name} is {kind}, and config.json has no quantization_config that says "
+                "how to read it"
+            )
         return take_rows(tensor, rows).to(device=self.device, dtype=self.dtype, copy=True)
 
     def has(self, name: str) -> bool:
@@ -162,13 +188,18 @@ class SafetensorsSource:
         try:
             whole = file.get_slice(self._name_in_file[name])
             if whole.get_shape()[1:] != list(shape) or number >= whole.get_shape()[0]:
-                raise StartupError(f"{self.file_by_name[name]}: {name} has the shape {tuple(whole.get_shape())}, config.json says {shape} for each expert")
+                raise StartupError(
+                    f"{self.file_by_name[name]}: {name} has the shape {tuple(whole.get_shape())}, config.json says "
+                    f"{shape} for each expert"
+                )
             part: Tensor = whole[number]
         except (SafetensorError, OSError) as error:
             raise StartupError(f"{self.file_by_name[name]}: {error}") from None
         if part.dtype not in dtypes:
             kinds = " or ".join(str(each).removeprefix("torch.") for each in dtypes)
-            raise StartupError(f"{self.file_by_name[name]}: {name} is {str(part.dtype).removeprefix('torch.')}; expected: {kinds}")
+            raise StartupError(
+                f"{self.file_by_name[name]}: {name} is {str(part.dtype).removeprefix('torch.')}; expected: {kinds}"
+            )
         if number == 0:
             self._progress.update()
         return part.to(self.device)
@@ -176,7 +207,9 @@ class SafetensorsSource:
     def embedding(self, shape: tuple[int, int]) -> Tensor:
         return self.dense(EMBEDDING, shape)
 
-    def tied_head(self, embedding: EmbeddingRows | None, shape: tuple[int, int], rows: Sequence[range] | None = None) -> Matrix:
+    def tied_head(
+        self, embedding: EmbeddingRows | None, shape: tuple[int, int], rows: Sequence[range] | None = None
+    ) -> Matrix:
         assert embedding is None or isinstance(embedding, Tensor)
         return Dense(self.dense(EMBEDDING, shape, rows) if embedding is None else take_rows(embedding, rows))
 

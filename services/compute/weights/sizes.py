@@ -16,9 +16,12 @@ def sizes_of(files: ModelFiles) -> dict[str, int]:
     quantized checkpoint are packed, and can't be counted."""
     weights = parts_of(files.weights) if files.weights.is_file() else sorted(files.weights.glob("*.safetensors"))
     found = {
-        "n_vocab": files.vocab_size, "n_ctx_train": files.max_model_len, "n_embd": files.hidden_size,
-        "n_params": num_params(files), "size": sum(each.stat().st_size for each in weights),
-    }  # fmt: skip
+        "n_vocab": files.vocab_size,
+        "n_ctx_train": files.max_model_len,
+        "n_embd": files.hidden_size,
+        "n_params": num_params(files),
+        "size": sum(each.stat().st_size for each in weights),
+    }
     return {name: value for name, value in found.items() if value is not None}
 
 
@@ -27,7 +30,10 @@ def weights_of(files: ModelFiles, quantization: str) -> dict[str, str]:
     how it is computed where compute quantizes it. quantization: compute's; none: as the files are.
     What the files do not say is left out."""
     if is_file := files.weights.is_file():
-        family, form = str(read_model(files.weights).metadata.get("general.architecture") or ""), form_of_file(files.weights)
+        family, form = (
+            str(read_model(files.weights).metadata.get("general.architecture") or ""),
+            form_of_file(files.weights),
+        )
     else:
         family, form = str(files.config.get("model_type") or ""), form_of_folder(files.config)
     level = form if quantization == "none" else quantization

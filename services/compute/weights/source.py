@@ -53,7 +53,9 @@ class WeightSource(Protocol):
         the form in which the file has it."""
         ...
 
-    def tied_head(self, embedding: EmbeddingRows | None, shape: tuple[int, int], rows: Sequence[range] | None = None) -> Matrix:
+    def tied_head(
+        self, embedding: EmbeddingRows | None, shape: tuple[int, int], rows: Sequence[range] | None = None
+    ) -> Matrix:
         """The embedding [vocab, hidden], or some of its rows, as the matrix of a tied LM head.
         embedding: what was read before; None: nothing was."""
         ...

@@ -20,7 +20,9 @@ async def ask_all(context: GatewayContext, model: str, requests: list[GenerateRe
     """The events of each request, whose ids are given here. Raises Rejected, Recoverable,
     RequestFailed."""
     record = make_record("internal", model, model, num_prompts=len(requests), n=1, has_usage=False)
-    named = [replace(each, request_id=request_id) for each, request_id in zip(requests, record.request_ids, strict=True)]
+    named = [
+        replace(each, request_id=request_id) for each, request_id in zip(requests, record.request_ids, strict=True)
+    ]
     generation = await context.pipeline.submit(context.caller, record, named)
     events: list[list[TokenEvent]] = [[] for _ in requests]
     try:
@@ -42,7 +44,9 @@ async def ask_tokenizer(context: GatewayContext, model: str, task: Task, request
     return found
 
 
-async def ask_each(context: GatewayContext, model: str, task: Task, requests: list[GenerateRequest]) -> list[dict[str, Any]]:
+async def ask_each(
+    context: GatewayContext, model: str, task: Task, requests: list[GenerateRequest]
+) -> list[dict[str, Any]]:
     """The tokenizer's answers to several requests, as many at once as the caller may have. Raises as above."""
     most = context.tenant.max_concurrency or max(1, len(requests))
     answers: list[list[TokenEvent]] = []
@@ -51,10 +55,15 @@ async def ask_each(context: GatewayContext, model: str, task: Task, requests: li
     return [json.loads(event.text) for [event] in answers]
 
 
-async def token_ids_of(context: GatewayContext, model: str, texts: list[str], encodings: list[EncodingParams]) -> list[TokenIds]:
+async def token_ids_of(
+    context: GatewayContext, model: str, texts: list[str], encodings: list[EncodingParams]
+) -> list[TokenIds]:
     """The tokens of each text, encoded as the one of the same number in `encodings` says. Raises as
     above."""
-    asked = [question(context, model, encoding=encoding, prompt=text) for text, encoding in zip(texts, encodings, strict=True)]
+    asked = [
+        question(context, model, encoding=encoding, prompt=text)
+        for text, encoding in zip(texts, encodings, strict=True)
+    ]
     return [np.array(found["tokens"], np.int32) for found in await ask_each(context, model, "tokenize", asked)]
 
 
@@ -66,4 +75,6 @@ def question(
     **prompt: Any,
 ) -> GenerateRequest:
     """A request without a name; `prompt`: messages, prompt or prompt_token_ids."""
-    return GenerateRequest("", context.stage.replica_id, model, params or SamplingParams(), encoding=encoding or EncodingParams(), **prompt)
+    return GenerateRequest(
+        "", context.stage.replica_id, model, params or SamplingParams(), encoding=encoding or EncodingParams(), **prompt
+    )

@@ -25,7 +25,9 @@ class EmbeddingResponder(Responder):
 R = TypeVar("R", bound=EmbeddingResponder)
 
 
-async def submit_embeddings(context: GatewayContext, body: EmbeddingBody, request: Request, make: Callable[..., R], kind: str = "embedding") -> R:
+async def submit_embeddings(
+    context: GatewayContext, body: EmbeddingBody, request: Request, make: Callable[..., R], kind: str = "embedding"
+) -> R:
     """Hand the inputs over, all or none. Returns what answers, which `make` makes of a generation.
     kind: of record.PREFIXES."""
     record, requests = prepare_embeddings(context, body, context.stage.replica_id, kind)

@@ -52,9 +52,14 @@ async def find_marks(context: GatewayContext, model: str) -> InfillMarks | None:
     found = await token_ids_of(context, model, spelt + firsts, [MARK] * len(spelt) + [FIRST] * len(firsts))
     for number, spelling in enumerate(SPELLINGS):
         prefix, suffix, middle = found[3 * number : 3 * number + 3]
-        if all(len(each) == 1 for each in (prefix, suffix, middle)) and len({int(each[0]) for each in (prefix, suffix, middle)}) == 3:
+        if (
+            all(len(each) == 1 for each in (prefix, suffix, middle))
+            and len({int(each[0]) for each in (prefix, suffix, middle)}) == 3
+        ):
             first = found[len(spelt) + number]
-            return InfillMarks(first[: first.tolist().index(int(prefix[0]))], prefix, suffix, middle, spelling[0] in SUFFIX_FIRST)
+            return InfillMarks(
+                first[: first.tolist().index(int(prefix[0]))], prefix, suffix, middle, spelling[0] in SUFFIX_FIRST
+            )
     return None
 
 
@@ -67,24 +72,37 @@ async def infill_prompts(
     files: str = "",
     begun: str = "",
 ) -> list[TokenIds]:
-    """The token ids of each prompt: other files, the text before the gap, the text after it, the beginning of the answer."""
+    """The token ids of each prompt: other files, the text before the gap, the text after it, the
+    beginning of the answer.
+    """
     texts = [files, after, begun, *(each for each in befores if isinstance(each, str))]
     ids_of_files, ids_after, ids_begun, *others = await token_ids_of(context, model, texts, [TEXT] * len(texts))
     encoded = iter(others)
-    return [marks.around(ids_of_files, next(encoded) if isinstance(each, str) else each, ids_after, ids_begun) for each in befores]
+    return [
+        marks.around(ids_of_files, next(encoded) if isinstance(each, str) else each, ids_after, ids_begun)
+        for each in befores
+    ]
 
 
 async def infilled(context: GatewayContext, intent: Intent, *, is_asked: bool = False) -> Intent:
-    """The completion by which the gap between prompt and suffix is filled, if there is a suffix; is_asked: in any case. Raises Invalid, and as ask_all."""
+    """The completion by which the gap between prompt and suffix is filled, if there is a suffix;
+    is_asked: in any case. Raises Invalid, and as ask_all.
+    """
     if not intent.suffix and not is_asked:
         return intent
     if intent.requests[0].echo:
-        raise Invalid("echo is not available in infilling, where the prompt is no text that the answer follows: leave it out", param="echo")
+        raise Invalid(
+            "echo is not available in infilling, where the prompt is no text that the answer follows: leave it out",
+            param="echo",
+        )
     model = context.resolve(intent.model)
     if (marks := await find_marks(context, model)) is None:
         reason = "it was not trained for it: /v1/completions without suffix continues the prompt"
         param = "suffix" if intent.suffix else "model"
         raise Invalid(f"{model} has no tokens for infilling, {reason}", param=param, code="model_not_supported")
-    befores = [each.prompt if each.prompt is not None else np.asarray(each.prompt_token_ids, np.int32) for each in intent.requests]
+    befores = [
+        each.prompt if each.prompt is not None else np.asarray(each.prompt_token_ids, np.int32)
+        for each in intent.requests
+    ]
     prompts = await infill_prompts(context, model, marks, befores, intent.suffix)
     return replace(intent, requests=tuple(map(with_prompt, intent.requests, prompts)), suffix="")

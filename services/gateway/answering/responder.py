@@ -35,7 +35,9 @@ class EventStream(Response):
     """Sends chunks until they end or the client goes away, and then, whichever came first, calls
     on_close."""
 
-    def __init__(self, chunks: AsyncIterator[bytes], on_close: Callable[[], None], media_type: str = "text/event-stream") -> None:
+    def __init__(
+        self, chunks: AsyncIterator[bytes], on_close: Callable[[], None], media_type: str = "text/event-stream"
+    ) -> None:
         super().__init__(media_type=media_type, headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
         self.chunks = chunks
@@ -68,7 +70,13 @@ class Responder:
     media_type = "text/event-stream"  # of streams
 
     def __init__(
-        self, generation: Generation, measured: ResponseMeter, ping_interval_s: float, *, has_positions: bool = False, has_timings: bool = False
+        self,
+        generation: Generation,
+        measured: ResponseMeter,
+        ping_interval_s: float,
+        *,
+        has_positions: bool = False,
+        has_timings: bool = False,
     ) -> None:
         """has_positions: with each event of a stream goes the position to resume after;
         has_timings: the answer and its chunks say how long they took."""
@@ -100,7 +108,10 @@ class Responder:
                 return Response(status_code=CLIENT_CLOSED)
             collecting.result()
             is_long = any(choice.prompt_logprobs is not None or choice.embedding is not None for choice in self.choices)
-            return Response(await aside(lambda: orjson.dumps(self._body(), option=orjson.OPT_SERIALIZE_NUMPY), is_long=is_long), media_type="application/json")
+            return Response(
+                await aside(lambda: orjson.dumps(self._body(), option=orjson.OPT_SERIALIZE_NUMPY), is_long=is_long),
+                media_type="application/json",
+            )
         finally:
             for task in (collecting, gone):
                 task.cancel()
@@ -155,7 +166,9 @@ class Responder:
 
     async def _check_ends(self, batch: list[tuple[int, TokenEvent]]) -> None:
         """Hold the answers that end here against what of their schemas could not be enforced."""
-        ends = [index for index, event in batch if event.finish_reason == "stop"] if self.generation.record.checks else []
+        ends = (
+            [index for index, event in batch if event.finish_reason == "stop"] if self.generation.record.checks else []
+        )
         await asyncio.gather(*(self._check_end(index, batch) for index in ends))
 
     async def _check_end(self, index: int, batch: list[tuple[int, TokenEvent]]) -> None:
@@ -210,16 +223,24 @@ class Responder:
         chunks = [self.format.opening(index, first) for index in indices]
         return b"".join(encode_event(chunk) for chunk in chunks if chunk is not None)
 
-    def _encode(self, batch: list[tuple[int, TokenEvent]], positions: list[int], *, joins: bool = False) -> tuple[bytes, RequestError | None]:
+    def _encode(
+        self, batch: list[tuple[int, TokenEvent]], positions: list[int], *, joins: bool = False
+    ) -> tuple[bytes, RequestError | None]:
         """A batch of events as bytes, up to the first that is an error. Raises `positions` as it
         goes. joins: a choice's plain events that follow each other become one."""
         encoded = bytearray()
-        plain: tuple[Choice, TokenEvent, list[str]] | None = None  # of a choice: its last plain event, and the texts that are not encoded yet
+        plain: tuple[Choice, TokenEvent, list[str]] | None = (
+            None  # of a choice: its last plain event, and the texts that are not encoded yet
+        )
 
         def flush() -> None:
             nonlocal encoded, plain
             if plain is not None:
-                encoded += event_head(self._id(positions)) + self.frames.encode(plain[0], plain[1], "".join(plain[2])) + b"\n\n"
+                encoded += (
+                    event_head(self._id(positions))
+                    + self.frames.encode(plain[0], plain[1], "".join(plain[2]))
+                    + b"\n\n"
+                )
                 plain = None
 
         for index, event in batch:
@@ -232,7 +253,9 @@ class Responder:
             if not joins or plain is None or plain[0] is not choice:
                 flush()
             delta = choice.add(event)
-            is_known = event.token_id is not None and event.position <= self.generation.positions[index]  # the client has it: it is here for what follows
+            is_known = (
+                event.token_id is not None and event.position <= self.generation.positions[index]
+            )  # the client has it: it is here for what follows
             if not is_known and self.frames.is_any and not self.has_timings and is_plain(event, delta):
                 plain = choice, event, [*(plain[2] if plain is not None else ()), delta.content]
                 positions[index] = max(event.position, positions[index])

@@ -13,7 +13,10 @@ def timings(choice: Choice, timeline: Timeline) -> dict[str, Any]:
     num_prompt = choice.num_prompt_tokens - choice.num_cached_tokens
     decode_s = timeline.decode_s if choice.finish_reason is not None else between(timeline.first_token_at, time.time())
     said: dict[str, Any] = {"cache_n": choice.num_cached_tokens}
-    for name, count, seconds in (("prompt", num_prompt, timeline.prefill_s), ("predicted", choice.num_output_tokens, decode_s)):
+    for name, count, seconds in (
+        ("prompt", num_prompt, timeline.prefill_s),
+        ("predicted", choice.num_output_tokens, decode_s),
+    ):
         elapsed = seconds or 0.0
         said |= {
             f"{name}_n": count,

@@ -20,7 +20,9 @@ from services.requests.text.answers.translate import Json
 class TokenCount(Responder):
     """The tokenizer's answer, instead of a generation."""
 
-    def __init__(self, generation: Generation, measured: ResponseMeter, ping_interval_s: float, describe: Callable[[int], Json]) -> None:
+    def __init__(
+        self, generation: Generation, measured: ResponseMeter, ping_interval_s: float, describe: Callable[[int], Json]
+    ) -> None:
         super().__init__(generation, measured, ping_interval_s)
         self.describe = describe
 
@@ -29,7 +31,12 @@ class TokenCount(Responder):
 
 
 async def count_tokens(
-    context: GatewayContext, request: Request, chat: ChatCompletionBody, kind: str, names: dict[str, str], describe: Callable[[int], Json]
+    context: GatewayContext,
+    request: Request,
+    chat: ChatCompletionBody,
+    kind: str,
+    names: dict[str, str],
+    describe: Callable[[int], Json],
 ) -> Response:
     """kind: of record.PREFIXES; names: of the chat's fields there; describe: the number, as the API
     answers it."""

@@ -21,7 +21,9 @@ from shared.wire.messages import TokenEvent
 class TranslatedResponder(Responder):
     """A generation's events as another API's."""
 
-    def __init__(self, generation: Generation, measured: ResponseMeter, ping_interval_s: float, translation: Translation) -> None:
+    def __init__(
+        self, generation: Generation, measured: ResponseMeter, ping_interval_s: float, translation: Translation
+    ) -> None:
         super().__init__(generation, measured, ping_interval_s)
         self.translation = translation
         self.media_type = translation.media_type

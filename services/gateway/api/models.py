@@ -19,11 +19,19 @@ from services.requests.prepare import makers_sampling, parsers_of, sees
 from shared.model.sampling_params import MAX_LOGPROBS, MAX_STOP_STRINGS, SamplingParams
 from shared.wire.replica import Replica
 
-SAMPLING = {name: getattr(SamplingParams(), name) for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")}
-LIMITS = {"max_logprobs": MAX_LOGPROBS, "max_sequences": MAX_SEQUENCES, "max_stop_strings": MAX_STOP_STRINGS, "max_messages": MAX_MESSAGES}
+SAMPLING = {
+    name: getattr(SamplingParams(), name) for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+}
+LIMITS = {
+    "max_logprobs": MAX_LOGPROBS,
+    "max_sequences": MAX_SEQUENCES,
+    "max_stop_strings": MAX_STOP_STRINGS,
+    "max_messages": MAX_MESSAGES,
+}
 
 PERMISSION = {
-    "allow_create_engine": False, "allow_sampling": True, "allow_logprobs": True, "allow_search_indices": False, "allow_view": True,
+    "allow_create_engine": False, "allow_sampling": True, "allow_logprobs": True, "allow_search_indices": False,
+    "allow_view": True,
     "allow_fine_tuning": False, "organization": "*", "group": None, "is_blocking": False,
 }  # fmt: skip  # older clients of OpenAI's look for it
 
@@ -31,12 +39,31 @@ PERMISSION = {
 OF_CHATS = [
     name
     for name in (
-        "temperature", "top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty", "max_tokens", "max_completion_tokens",
-        "logit_bias", "logprobs", "top_logprobs", "prediction", "seed", "response_format", "structured_outputs", "stop", "verbosity",
+        "temperature",
+        "top_p",
+        "top_k",
+        "min_p",
+        "frequency_penalty",
+        "presence_penalty",
+        "repetition_penalty",
+        "max_tokens",
+        "max_completion_tokens",
+        "logit_bias",
+        "logprobs",
+        "top_logprobs",
+        "prediction",
+        "seed",
+        "response_format",
+        "structured_outputs",
+        "stop",
+        "verbosity",
     )
     if name in ChatCompletionBody.model_fields
-]  # fmt: skip
-OF_TOOLS, OF_THOUGHTS = ["tools", "tool_choice", "parallel_tool_calls"], ["include_reasoning", "reasoning_effort"]  # where answers are parsed for them
+]
+OF_TOOLS, OF_THOUGHTS = (
+    ["tools", "tool_choice", "parallel_tool_calls"],
+    ["include_reasoning", "reasoning_effort"],
+)  # where answers are parsed for them
 FREE = {"prompt": "0", "completion": "0"}  # the server charges nothing
 
 router = APIRouter()
@@ -66,18 +93,45 @@ def card(context: RequestContext, name: str, replica: Replica) -> dict[str, Any]
     nothing, `input_modalities` what it reads, `meta` llama.cpp's, and `permission` vLLM's. The last
     ones are OpenRouter's."""
     sampling = SAMPLING | makers_sampling(context, replica.model or "")
-    reads, writes = ["text", "image"] if sees(context, replica.model or "") else ["text"], ["embeddings" if replica.is_encoder else "text"]
+    reads, writes = (
+        ["text", "image"] if sees(context, replica.model or "") else ["text"],
+        ["embeddings" if replica.is_encoder else "text"],
+    )
     return {
-        "id": name, "object": "model", "created": int(replica.started_at), "owned_by": "penstock",
-        "root": replica.model, "parent": None, "max_model_len": replica.max_model_len, "limits": LIMITS,
-        "sampling": sampling, "meta": replica.sizes or None, "input_modalities": reads,
-        "permission": [{"id": f"modelperm-{name}", "object": "model_permission", "created": int(replica.started_at)} | PERMISSION],
-        "name": name, "canonical_slug": name, "context_length": replica.max_model_len, "default_parameters": sampling, "pricing": FREE,
-        "architecture": {"modality": f"{'+'.join(reads)}->{writes[0]}", "input_modalities": reads, "output_modalities": writes},
-        "supported_parameters": [] if replica.is_encoder else parameters_of(context, replica.model or ""), "per_request_limits": None,
-        "top_provider": {"is_moderated": False, "context_length": replica.max_model_len, "max_completion_tokens": replica.max_model_len},
-        "supported_voices": None, "links": {"details": f"/v1/models/{name}"},
-    }  # fmt: skip
+        "id": name,
+        "object": "model",
+        "created": int(replica.started_at),
+        "owned_by": "penstock",
+        "root": replica.model,
+        "parent": None,
+        "max_model_len": replica.max_model_len,
+        "limits": LIMITS,
+        "sampling": sampling,
+        "meta": replica.sizes or None,
+        "input_modalities": reads,
+        "permission": [
+            {"id": f"modelperm-{name}", "object": "model_permission", "created": int(replica.started_at)} | PERMISSION
+        ],
+        "name": name,
+        "canonical_slug": name,
+        "context_length": replica.max_model_len,
+        "default_parameters": sampling,
+        "pricing": FREE,
+        "architecture": {
+            "modality": f"{'+'.join(reads)}->{writes[0]}",
+            "input_modalities": reads,
+            "output_modalities": writes,
+        },
+        "supported_parameters": [] if replica.is_encoder else parameters_of(context, replica.model or ""),
+        "per_request_limits": None,
+        "top_provider": {
+            "is_moderated": False,
+            "context_length": replica.max_model_len,
+            "max_completion_tokens": replica.max_model_len,
+        },
+        "supported_voices": None,
+        "links": {"details": f"/v1/models/{name}"},
+    }
 
 
 def parameters_of(context: RequestContext, model: str) -> list[str]:
@@ -89,13 +143,23 @@ def parameters_of(context: RequestContext, model: str) -> list[str]:
 def anthropic_list(served: Mapping[str, Replica]) -> dict[str, Any]:
     """The models by their names."""
     cards = [anthropic_card(name, replica) for name, replica in sorted(served.items())]
-    return {"data": cards, "has_more": False, "first_id": cards[0]["id"] if cards else None, "last_id": cards[-1]["id"] if cards else None}
+    return {
+        "data": cards,
+        "has_more": False,
+        "first_id": cards[0]["id"] if cards else None,
+        "last_id": cards[-1]["id"] if cards else None,
+    }
 
 
 def anthropic_card(name: str, replica: Replica) -> dict[str, Any]:
     """A model in Anthropic's list. A sequence's length bounds prompt and answer together; it is
     null while no compute of the model is alive."""
     return {
-        "type": "model", "id": name, "display_name": name, "created_at": datetime.fromtimestamp(int(replica.started_at), UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
-        "lifecycle": "active", "max_input_tokens": replica.max_model_len, "max_tokens": replica.max_model_len,
-    }  # fmt: skip
+        "type": "model",
+        "id": name,
+        "display_name": name,
+        "created_at": datetime.fromtimestamp(int(replica.started_at), UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+        "lifecycle": "active",
+        "max_input_tokens": replica.max_model_len,
+        "max_tokens": replica.max_model_len,
+    }

@@ -18,7 +18,8 @@ FOLDER = Path(__file__).with_name("playground")
 
 # Trusted types: the browser refuses innerHTML and its like in any script.
 POLICY = (
-    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; base-uri 'none'; form-action 'none'; "
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; base-uri "
+    "'none'; form-action 'none'; "
     "frame-ancestors 'none'; require-trusted-types-for 'script'; trusted-types 'none'"
 )
 HEADERS = {
@@ -55,7 +56,9 @@ async def index() -> FileResponse:
 async def sampling_module() -> Response:
     """The sampling parameters that the playground's settings have, as a module of the page."""
     fields = [setting_of(each) for each in PARAMETERS if each.control is not None]
-    return Response(b"export const SAMPLING = " + orjson.dumps(fields) + b";\n", media_type="text/javascript", headers=HEADERS)
+    return Response(
+        b"export const SAMPLING = " + orjson.dumps(fields) + b";\n", media_type="text/javascript", headers=HEADERS
+    )
 
 
 def setting_of(parameter: Parameter) -> dict[str, Any]:

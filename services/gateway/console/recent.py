@@ -111,7 +111,12 @@ class RecentRequests:
         if num_output > stay.num_tokens_before:
             stay.decoding_since = stay.decoding_since or now
         request.num_prompt_tokens, request.num_output_tokens = sequence.num_prompt_tokens, num_output
-        request.num_preemptions, request.sampler_id, request.is_lost, request.ended_at = sequence.num_preemptions, sequence.sampler_id, False, 0.0
+        request.num_preemptions, request.sampler_id, request.is_lost, request.ended_at = (
+            sequence.num_preemptions,
+            sequence.sampler_id,
+            False,
+            0.0,
+        )
 
     def hear(self, subscriptions: Iterable[Subscription]) -> None:
         """Take in what this gateway knows of the responses that are, or were, read here. What came
@@ -120,7 +125,9 @@ class RecentRequests:
             for request_id, timeline in subscription.timelines.items():
                 if timeline.submitted_at and timeline.scheduled_at and timeline.first_token_at:
                     is_over = request_id not in subscription.unfinished
-                    self._hear(request_id, subscription.model, timeline, subscription.positions[request_id], is_over=is_over)
+                    self._hear(
+                        request_id, subscription.model, timeline, subscription.positions[request_id], is_over=is_over
+                    )
 
     def _hear(self, request_id: str, model: str, timeline: Timeline, position: int, *, is_over: bool) -> None:
         request = self._requests.get(request_id)

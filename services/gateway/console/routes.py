@@ -76,7 +76,11 @@ def check_origin(request: Request) -> None:
     site = request.headers.get("sec-fetch-site", "same-origin")
     kind = request.headers.get("content-type", "").partition(";")[0].strip()
     if not is_loopback(host) or site not in ("same-origin", "none") or kind != "application/json":
-        raise Invalid("only this gateway's own page on this machine may kill, with a body of type application/json", code="forbidden", status=403)
+        raise Invalid(
+            "only this gateway's own page on this machine may kill, with a body of type application/json",
+            code="forbidden",
+            status=403,
+        )
 
 
 async def kill_replica(context: GatewayContext, watch: LiveView, replica_id: str) -> None:
@@ -88,7 +92,9 @@ async def kill_replica(context: GatewayContext, watch: LiveView, replica_id: str
     if found is None:
         raise Invalid(f"no replica {replica_id!r} is alive", param="replica_id", code="replica_not_found", status=404)
     if found.host != here.host or await parent_of(found.pid) != os.getppid():
-        raise Invalid(f"{replica_id} was not started together with this gateway", param="replica_id", code="forbidden", status=403)
+        raise Invalid(
+            f"{replica_id} was not started together with this gateway", param="replica_id", code="forbidden", status=403
+        )
     log.warning("killing, as asked", replica_id=replica_id, pid=found.pid)
     watch.killed(replica_id)
     if found.pid == here.pid:
@@ -100,7 +106,14 @@ async def kill_replica(context: GatewayContext, watch: LiveView, replica_id: str
 async def parent_of(pid: int) -> int | None:
     """The parent of a process; None: there is no such process."""
     process = await asyncio.create_subprocess_exec(
-        "ps", "-o", "ppid=", "-p", str(pid), stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.DEVNULL
+        "ps",
+        "-o",
+        "ppid=",
+        "-p",
+        str(pid),
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.DEVNULL,
     )
     try:
         async with asyncio.timeout(TIMEOUT_S):

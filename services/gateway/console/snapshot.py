@@ -34,9 +34,18 @@ class PipelineFigures:
     num_dead_letters: int
 
 
-def snapshot(replicas: tuple[Replica, ...], figures: PipelineFigures, *, here: str, killed: Set[str], can_kill: bool) -> dict[str, Any]:
+def snapshot(
+    replicas: tuple[Replica, ...], figures: PipelineFigures, *, here: str, killed: Set[str], can_kill: bool
+) -> dict[str, Any]:
     """here: this gateway's replica id. killed: whose leases still run. can_kill: of the replicas on this machine."""
-    order = sorted(replicas, key=lambda each: (SERVING.index(each.stage) if each.stage in SERVING else len(SERVING), each.started_at, each.replica_id))
+    order = sorted(
+        replicas,
+        key=lambda each: (
+            SERVING.index(each.stage) if each.stage in SERVING else len(SERVING),
+            each.started_at,
+            each.replica_id,
+        ),
+    )
     own_host = next((each.host for each in replicas if each.replica_id == here), "")
     return {
         "time": time.time(),
@@ -46,7 +55,8 @@ def snapshot(replicas: tuple[Replica, ...], figures: PipelineFigures, *, here: s
         "num_dead_letters": figures.num_dead_letters,
         "num_replicas": len(replicas),
         "replicas": [
-            replica_shown(each, is_killed=each.replica_id in killed, can_kill=can_kill and each.host == own_host) for each in order[:MAX_REPLICAS_SHOWN]
+            replica_shown(each, is_killed=each.replica_id in killed, can_kill=can_kill and each.host == own_host)
+            for each in order[:MAX_REPLICAS_SHOWN]
         ],
         "queues": [asdict(queue) for queue in figures.queues],
         "caches": [as_dict(view) for view in figures.views],
@@ -67,6 +77,10 @@ def replica_shown(replica: Replica, *, is_killed: bool, can_kill: bool) -> dict[
         "problem": replica.problem,
         "is_killed": is_killed,
         "can_kill": can_kill and not is_killed,
-        "load": {name: value for name, value in load.figures().items() if not name.startswith(("step_", "iteration_", "predicted_"))},
+        "load": {
+            name: value
+            for name, value in load.figures().items()
+            if not name.startswith(("step_", "iteration_", "predicted_"))
+        },
         "step_s": load.step_s,
     }

@@ -30,7 +30,9 @@ PING_EVERY_S = 5.0  # while nothing can be shown
 
 
 class LiveView:
-    def __init__(self, stage: Stage, client: "redis.asyncio.Redis", subscriptions: Subscriptions, *, can_kill: bool) -> None:
+    def __init__(
+        self, stage: Stage, client: "redis.asyncio.Redis", subscriptions: Subscriptions, *, can_kill: bool
+    ) -> None:
         """can_kill: the page may offer to."""
         self.stage = stage
         self.client = client
@@ -47,7 +49,9 @@ class LiveView:
     def enter(self) -> None:
         """One more watches. Raises Rejected if too many do."""
         if self._num_watchers >= MAX_WATCHERS:
-            raise Rejected(f"{MAX_WATCHERS} clients watch the pipeline already: try again later", status=429, retry_after_s=5)
+            raise Rejected(
+                f"{MAX_WATCHERS} clients watch the pipeline already: try again later", status=429, retry_after_s=5
+            )
         self._num_watchers += 1
         if self._task is None:
             self._recent = RecentRequests()
@@ -106,10 +110,18 @@ class LiveView:
     async def _read_state(self) -> dict[str, Any]:
         """One round trip."""
         replicas = self.stage.registry.replicas
-        served = {replica.replica_id: replica.model for replica in replicas if replica.stage == "compute" and replica.model is not None}
+        served = {
+            replica.replica_id: replica.model
+            for replica in replicas
+            if replica.stage == "compute" and replica.model is not None
+        }
         models = sorted(set(served.values()))
         lost = self._recent.lost()
-        streams = [(stage, model, stream(model)) for model in models for stage, stream in (("tokenizer", requests), ("compute", prompts))]
+        streams = [
+            (stage, model, stream(model))
+            for model in models
+            for stage, stream in (("tokenizer", requests), ("compute", prompts))
+        ]
         async with self.client.pipeline(transaction=False) as pipe:
             pipe.set(WATCHED, 1, px=WATCHED_TTL_MS)
             pipe.xlen(DEAD_LETTER)
@@ -132,11 +144,15 @@ class LiveView:
         for request, is_in_flight in zip(lost, rest, strict=True):
             if not is_in_flight:
                 request.ended_at, request.is_lost = request.stays[-1].seen_at, False
-        figures = PipelineFigures(queues, views, sum(max(num - 1, 0) for num in in_flight if isinstance(num, int)), num_letters)
+        figures = PipelineFigures(
+            queues, views, sum(max(num - 1, 0) for num in in_flight if isinstance(num, int)), num_letters
+        )
         self._killed &= {replica.replica_id for replica in replicas}
         shown = snapshot(replicas, figures, here=self.stage.replica_id, killed=self._killed, can_kill=self.can_kill)
         now = shown["time"]
-        self._recent.see(now, views, {replica_id: model for replica_id, model in served.items() if replica_id not in self._killed})
+        self._recent.see(
+            now, views, {replica_id: model for replica_id, model in served.items() if replica_id not in self._killed}
+        )
         self._recent.hear([*self.subscriptions.recent, *self.subscriptions.all()])
         return shown | {"recent_requests": self._recent.shown(now)}
 

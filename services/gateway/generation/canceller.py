@@ -29,7 +29,9 @@ class Canceller:
     def __init__(self, client: "redis.asyncio.Redis") -> None:
         self.client = client
         self.backoff = Backoff()
-        self._pending: dict[tuple[str, int], tuple[str, ...]] = {}  # request ids by response and generation of its reader
+        self._pending: dict[
+            tuple[str, int], tuple[str, ...]
+        ] = {}  # request ids by response and generation of its reader
         self._wake = asyncio.Event()
 
     def cancel(self, response_id: str, request_ids: Sequence[str], generation: int) -> None:

@@ -32,18 +32,24 @@ from shared.wire.streams import log_key
 from shared.wire.token_log import parse_log
 
 
-def joined_to_trace(record: ResponseRecord, requests: list[GenerateRequest]) -> tuple[ResponseRecord, list[GenerateRequest]]:
+def joined_to_trace(
+    record: ResponseRecord, requests: list[GenerateRequest]
+) -> tuple[ResponseRecord, list[GenerateRequest]]:
     """Add the trace of the HTTP request that is being answered, if there is one."""
     root = current_root()
     if root is None or not root.traceparent:
         return record, requests
-    return replace(record, traceparent=root.traceparent), [structs.replace(each, traceparent=root.traceparent) for each in requests]
+    return replace(record, traceparent=root.traceparent), [
+        structs.replace(each, traceparent=root.traceparent) for each in requests
+    ]
 
 
 class Generation:
     """The events of a response's sequences, from submission or from a resumption to the end."""
 
-    def __init__(self, pipeline: "Pipeline", record: ResponseRecord, positions: list[int], subscription: Subscription) -> None:
+    def __init__(
+        self, pipeline: "Pipeline", record: ResponseRecord, positions: list[int], subscription: Subscription
+    ) -> None:
         """positions: after which the stream begins, of each sequence; all zero unless it is
         resumed."""
         self.pipeline = pipeline
@@ -53,7 +59,9 @@ class Generation:
         self.subscription = subscription
         self.is_resumed = subscription.generation > 0
         self._index_by_request = {request_id: index for index, request_id in enumerate(self.request_ids)}
-        self.max_tokens: list[int | None] = [None] * len(positions)  # that the client asked for, of each sequence; not known of a resumed response
+        self.max_tokens: list[int | None] = [None] * len(
+            positions
+        )  # that the client asked for, of each sequence; not known of a resumed response
         self._is_closed = False
 
     async def next(self, timeout_s: float) -> list[tuple[int, TokenEvent]]:
@@ -89,7 +97,12 @@ class Generation:
         self._is_closed = True
         if not self.subscription.unfinished:
             return
-        cancel = partial(self.pipeline.canceller.cancel, self.record.response_id, sorted(self.subscription.unfinished), self.subscription.generation)
+        cancel = partial(
+            self.pipeline.canceller.cancel,
+            self.record.response_id,
+            sorted(self.subscription.unfinished),
+            self.subscription.generation,
+        )
         if self.record.resume_within_s and self.subscription.is_submitted:
             asyncio.get_running_loop().call_later(self.record.resume_within_s, cancel)
         else:
@@ -115,7 +128,9 @@ class Pipeline:
         self.takeover = takeover
         self.answers = answers
 
-    async def submit(self, caller: Caller, record: ResponseRecord, requests: list[GenerateRequest], stored: bytes = b"") -> Generation:
+    async def submit(
+        self, caller: Caller, record: ResponseRecord, requests: list[GenerateRequest], stored: bytes = b""
+    ) -> Generation:
         """Admit the requests as the caller's and hand them over, with the record, all or nothing.
 
         Raises Rejected (429), Invalid for what his limits never allow, Recoverable if Redis can't
@@ -124,7 +139,9 @@ class Pipeline:
         if record.checks:
             self.answers.helpers.begin_to_start()
         record, requests = joined_to_trace(replace(record, tenant_id=caller.tenant.tenant_id), requests)
-        subscription = self._subscribe(record, [0] * len(requests), 0)  # before Redis has them: the first events may come at once
+        subscription = self._subscribe(
+            record, [0] * len(requests), 0
+        )  # before Redis has them: the first events may come at once
         try:
             await self._admit(caller, record, requests, stored)
         except BaseException:
@@ -135,11 +152,15 @@ class Pipeline:
         generation.max_tokens = [each.params.max_tokens for each in requests]
         return generation
 
-    async def submit_unread(self, caller: Caller, record: ResponseRecord, requests: list[GenerateRequest], stored: bytes) -> None:
+    async def submit_unread(
+        self, caller: Caller, record: ResponseRecord, requests: list[GenerateRequest], stored: bytes
+    ) -> None:
         """Submit a response that runs whether or not a client reads it. Raises as `submit`."""
         await self._admit(caller, *joined_to_trace(record, requests), stored)
 
-    async def _admit(self, caller: Caller, record: ResponseRecord, requests: list[GenerateRequest], stored: bytes) -> None:
+    async def _admit(
+        self, caller: Caller, record: ResponseRecord, requests: list[GenerateRequest], stored: bytes
+    ) -> None:
         """Raises as `submit`. Cancels the requests if it is not known whether Redis took them."""
         try:
             with admission_span(len(requests)):
@@ -154,9 +175,13 @@ class Pipeline:
         """Subscribe to the events after these positions. A parsed answer is read from its start:
         what a token means depends on those before it."""
         begin = [0] * len(positions) if record.parsing is not None else positions
-        return self.subscriptions.subscribe(record.response_id, dict(zip(record.request_ids, begin, strict=True)), generation, record.served_model)
+        return self.subscriptions.subscribe(
+            record.response_id, dict(zip(record.request_ids, begin, strict=True)), generation, record.served_model
+        )
 
-    async def resume(self, tenant: Tenant, response_id: str, last_event_id: str | None, kinds: tuple[str, ...]) -> Generation:
+    async def resume(
+        self, tenant: Tenant, response_id: str, last_event_id: str | None, kinds: tuple[str, ...]
+    ) -> Generation:
         """Take a response of the tenant's, of one of these kinds, over: from now on its events come
         here.
 
@@ -165,10 +190,21 @@ class Pipeline:
         with redis_errors_as_503():
             record = await find_record(self.client, tenant, response_id)
             if record is None:
-                raise Invalid(f"no response {shortened(response_id)!r}, or it is too old", param="response_id", code="response_not_found", status=404)
+                raise Invalid(
+                    f"no response {shortened(response_id)!r}, or it is too old",
+                    param="response_id",
+                    code="response_not_found",
+                    status=404,
+                )
             if record.kind not in kinds:
-                raise Invalid(f"the response {response_id!r} is of another API, and can't be resumed here", param="response_id", code="response_of_another_api")
-            positions, number = await self.takeover.take(response_id, record.served_model, record.request_ids, last_event_id)
+                raise Invalid(
+                    f"the response {response_id!r} is of another API, and can't be resumed here",
+                    param="response_id",
+                    code="response_of_another_api",
+                )
+            positions, number = await self.takeover.take(
+                response_id, record.served_model, record.request_ids, last_event_id
+            )
         subscription = self._subscribe(record, positions, number)
         self.subscriptions.catch_up(subscription)
         return Generation(self, record, positions, subscription)

@@ -88,7 +88,9 @@ class LogReader:
         unheard = set()
         for start in range(0, len(due), CHUNK):
             chunk = due[start : start + CHUNK]
-            positions = [subscription.positions[request_id] for subscription, request_id in chunk]  # events may come while we wait for the replies
+            positions = [
+                subscription.positions[request_id] for subscription, request_id in chunk
+            ]  # events may come while we wait for the replies
             replies = await self._ask(chunk)
             for number, (subscription, request_id) in enumerate(chunk):
                 if int(replies[4 * number + 3] or 0) > subscription.generation:  # before its log is decoded
@@ -147,7 +149,9 @@ class LogReader:
     async def _attach_again(self, subscription: Subscription) -> None:
         """Tell the sampler again where to send the events."""
         log.info("events did not come, attaching again", response_id=subscription.response_id)
-        message = Control("attach", tuple(subscription.positions), self.subscriptions.stage.replica_id, subscription.generation)
+        message = Control(
+            "attach", tuple(subscription.positions), self.subscriptions.stage.replica_id, subscription.generation
+        )
         async with self.client.pipeline(transaction=False) as pipe:
             broadcast(pipe, message)
             await pipe.execute()

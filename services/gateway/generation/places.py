@@ -63,7 +63,12 @@ class Reading:
             message = f"{MAX_FOLLOWERS_OF_ONE} streams of this key's background responses are open at this gateway"
             raise Rejected(message, status=429, retry_after_s=1, code="too_many_streams")
         if self._num_followers.total() >= MAX_FOLLOWERS:
-            raise Rejected("too many streams of background responses at this gateway", status=503, retry_after_s=1, code="too_many_streams")
+            raise Rejected(
+                "too many streams of background responses at this gateway",
+                status=503,
+                retry_after_s=1,
+                code="too_many_streams",
+            )
         self._num_followers[tenant_id] += 1
 
         def leave() -> None:

@@ -15,7 +15,11 @@ from services.gateway.telemetry.timeline import Timeline
 from shared.wire.messages import RequestError, TokenEvent
 from shared.wire.token_log import end_alone
 
-OTHER_TOKENS = RequestError("Redis has lost a part of this answer, and it was not computed again as it was: send the request again", 500, code="request_lost")
+OTHER_TOKENS = RequestError(
+    "Redis has lost a part of this answer, and it was not computed again as it was: send the request again",
+    500,
+    code="request_lost",
+)
 
 
 class ResponseFailed(Exception):
@@ -39,7 +43,9 @@ class Subscription:
         self.unfinished = set(positions)
         # by request id, the tokens that were taken, and after which position: should Redis lose some,
         # they come again, and must be the same
-        self._taken: dict[str, tuple[int, array[int]]] = {request_id: (position, array("q")) for request_id, position in positions.items()}
+        self._taken: dict[str, tuple[int, array[int]]] = {
+            request_id: (position, array("q")) for request_id, position in positions.items()
+        }
         self.heard_at = dict.fromkeys(positions, time.monotonic())
         self.timelines = {request_id: Timeline() for request_id in positions}
         self._queue: deque[TokenEvent] = deque()  # bounded by the requests' max_tokens

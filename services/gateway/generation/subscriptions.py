@@ -53,7 +53,9 @@ class Subscriptions:
         self._last_id = "0-0"
         self._control_id = ""  # of the last control message that was read; empty: not known yet
         self._connection = OwnConnection(client)  # for the reads
-        self._garbage: deque[tuple[str, dict[bytes, bytes], Exception]] = deque(maxlen=1000)  # on its way to the dead letters
+        self._garbage: deque[tuple[str, dict[bytes, bytes], Exception]] = deque(
+            maxlen=1000
+        )  # on its way to the dead letters
         self._read_at = time.monotonic()
         self._trimmed_at = 0.0
 
@@ -150,7 +152,9 @@ class Subscriptions:
             NEWEST_IDS.call(pipe, [self.stream.key, CONTROL.key])
             *_, [newest_event, newest_control] = await pipe.execute()
         if has_begun_again(self._last_id, newest_event) or has_begun_again(self._control_id, newest_control):
-            log.warning("a stream has begun again: Redis' clock went back", events=self._last_id, control=self._control_id)
+            log.warning(
+                "a stream has begun again: Redis' clock went back", events=self._last_id, control=self._control_id
+            )
             self._last_id = "0-0" if has_begun_again(self._last_id, newest_event) else self._last_id
             self._control_id = "0-0" if has_begun_again(self._control_id, newest_control) else self._control_id
         self._trimmed_at = time.monotonic()
@@ -209,5 +213,7 @@ async def exit_on_failure(name: str, work: Coroutine[Any, Any, None]) -> None:
         log.error("Redis refuses, ending the process", error=reason_of(error))
         os._exit(1)
     except BaseException as error:
-        log.exception("a task that must not end failed, ending the process", task=name, error=repr(without_command(error)))
+        log.exception(
+            "a task that must not end failed, ending the process", task=name, error=repr(without_command(error))
+        )
         os._exit(1)

@@ -22,7 +22,9 @@ class Takeover:
         self.stage = stage
         self.client = client
 
-    async def take(self, response_id: str, model: str, request_ids: list[str], last_event_id: str | None) -> tuple[list[int], int]:
+    async def take(
+        self, response_id: str, model: str, request_ids: list[str], last_event_id: str | None
+    ) -> tuple[list[int], int]:
         """The positions to go on from, and this reader's generation.
 
         Raises Invalid: 400 for a Last-Event-ID that is malformed or beyond the logs, 404 for logs that
@@ -37,7 +39,9 @@ class Takeover:
                 return positions, found + 1
         raise Recoverable("other readers take the response over again and again: try again later")
 
-    async def _generation_of_reader(self, response_id: str, model: str, request_ids: list[str], positions: list[int]) -> int:
+    async def _generation_of_reader(
+        self, response_id: str, model: str, request_ids: list[str], positions: list[int]
+    ) -> int:
         """The generation of the present reader. Raises as `take` if the logs do not reach the positions."""
         async with self.client.pipeline(transaction=True) as pipe:  # at one moment: a request that ends leaves inflight
             pipe.hget(reader_key(response_id), "generation")
@@ -56,6 +60,8 @@ class Takeover:
                 message = "Redis has lost a part of this answer, which is being computed again: come back in a moment"
                 raise Rejected(message, status=503, retry_after_s=1, code="tokens_lost")
             if position > end:
-                message = f"Last-Event-ID is beyond the response: position {position} of sequence {index}, which has {end}"
+                message = (
+                    f"Last-Event-ID is beyond the response: position {position} of sequence {index}, which has {end}"
+                )
                 raise Invalid(message, param="Last-Event-ID")
         return int(generation or 0)

@@ -57,7 +57,9 @@ class Unattended:
     async def _end(self, stage: str, model: str) -> None:
         """End what has waited for too long. Raises RedisError, OSError."""
         stream: GroupStream = STREAMS[stage](model)
-        error = RequestError(f"no {stage} of the model {model} was there within {self.wait_s:g} s: try again later", 503, code=NO_REPLICA)
+        error = RequestError(
+            f"no {stage} of the model {model} was there within {self.wait_s:g} s: try again later", 503, code=NO_REPLICA
+        )
         found: list[Any] = [None] * MOST
         while len(found) == MOST:
             async with self.client.pipeline(transaction=False) as pipe:
@@ -65,8 +67,18 @@ class Unattended:
                 [found] = await pipe.execute()
             async with self.client.pipeline(transaction=False) as pipe:
                 for entry_id, request_id, gateway_id in found:
-                    event = TokenEvent(request_id.decode(errors="replace"), 0, None, "", finish_reason="error", error=error)
-                    end_waiting(pipe, stream, self.known.stage.replica_id, entry_id, model, event, gateway_id.decode(errors="replace") or None)
+                    event = TokenEvent(
+                        request_id.decode(errors="replace"), 0, None, "", finish_reason="error", error=error
+                    )
+                    end_waiting(
+                        pipe,
+                        stream,
+                        self.known.stage.replica_id,
+                        entry_id,
+                        model,
+                        event,
+                        gateway_id.decode(errors="replace") or None,
+                    )
                 await pipe.execute()
         if found:
             log.warning("requests waited in vain for a replica", stage=stage, model=model, num_requests=len(found))

@@ -50,7 +50,9 @@ class KeyRing:
         if settings.auth and settings.api_key:
             key = settings.api_key.get_secret_value()
             if len(key) < MIN_KEY_LENGTH:
-                raise StartupError(f"PENSTOCK_API_KEY has {len(key)} characters: at least {MIN_KEY_LENGTH}, and random ones")
+                raise StartupError(
+                    f"PENSTOCK_API_KEY has {len(key)} characters: at least {MIN_KEY_LENGTH}, and random ones"
+                )
             self._own = _table([(digest_of(key), OF_ENVIRONMENT)])
         self._tenants = self._own | self._read() if self._version is not None else self._own
 
@@ -128,15 +130,30 @@ class Auth:
         tenant = self.keys.tenant_of(key)
         is_open = is_public(path)
         if self.keys.is_local and not is_open and not is_loopback(headers.get("host", "")):
-            message = "Without API keys this gateway is for its own machine, under a loopback name. Behind a proxy, make keys, or start it with --no-auth."
+            message = (
+                "Without API keys this gateway is for its own machine, under a loopback name. Behind a proxy, make "
+                "keys, or start it with --no-auth."
+            )
             return await error_response(scope, 403, message, None, "host_not_allowed")(scope, receive, send)
         if tenant is None and not is_open:
-            message = "Incorrect API key provided." if key else "You didn't provide an API key: send it as Authorization: Bearer, or as x-api-key."
-            refusal = error_response(scope, 401, message, None, "invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
+            message = (
+                "Incorrect API key provided."
+                if key
+                else "You didn't provide an API key: send it as Authorization: Bearer, or as x-api-key."
+            )
+            refusal = error_response(
+                scope, 401, message, None, "invalid_api_key", headers={"WWW-Authenticate": "Bearer"}
+            )
             return await refusal(scope, receive, send)
         caller = Caller(tenant or NOBODY)
         if not caller.tenant.is_admin and (path in ADMIN or path.startswith(ADMIN_FOLDERS)):
-            refusal = error_response(scope, 403, "this key may not do that: use the key of an administrator", None, "insufficient_permissions")
+            refusal = error_response(
+                scope,
+                403,
+                "this key may not do that: use the key of an administrator",
+                None,
+                "insufficient_permissions",
+            )
             return await refusal(scope, receive, send)
         scope.setdefault("state", {})["caller"] = caller
         await self.turns.take(caller.tenant.tenant_id)
@@ -154,7 +171,9 @@ class Auth:
 def check_sees_all(tenant: Tenant) -> None:
     """Raises Invalid (403) for whom other tenants' work is not there."""
     if not tenant.sees_all:
-        raise Invalid("this key may not do that: use the key of an administrator", code="insufficient_permissions", status=403)
+        raise Invalid(
+            "this key may not do that: use the key of an administrator", code="insufficient_permissions", status=403
+        )
 
 
 def is_public(path: str) -> bool:

@@ -35,7 +35,9 @@ class BodyReader:
         self.timeout_s = timeout_s
         self.max_bytes = max_bytes
         self.max_body_bytes = max_body_bytes
-        self.helpers = HelperPool(worker, "parsing long bodies", MAX_OF_TENANT, WITHIN_S, (*models(BaseModel), Content, GivenImage), QUICK_S)
+        self.helpers = HelperPool(
+            worker, "parsing long bodies", MAX_OF_TENANT, WITHIN_S, (*models(BaseModel), Content, GivenImage), QUICK_S
+        )
         self._held = 0
 
     async def read(self, request: Request, kind: type[B] | Mapping[str, type[B]]) -> B:
@@ -50,7 +52,8 @@ class BodyReader:
 
     @asynccontextmanager
     async def receiving(self, request: Request) -> AsyncIterator[bytes]:
-        """The request's body, plain, and counted as long as it is worked on. Raises Invalid (400, 408 for one that comes too slowly, 413, 415), Rejected (503)
+        """The request's body, plain, and counted as long as it is worked on. Raises Invalid (400,
+        408 for one that comes too slowly, 413, 415), Rejected (503)
         while others take all memory."""
         decoder, data = decoder_for(request.headers.get("content-encoding", ""), self.max_body_bytes), bytearray()
         try:
@@ -65,7 +68,9 @@ class BodyReader:
                 decoder.finish()
             yield bytes(data)
         except TimeoutError:
-            raise Invalid(f"the body did not come within {self.timeout_s:g} s", code="body_timeout", status=408) from None
+            raise Invalid(
+                f"the body did not come within {self.timeout_s:g} s", code="body_timeout", status=408
+            ) from None
         finally:
             self._held -= len(data)
 
@@ -85,7 +90,12 @@ class BodyReader:
 
 def names_of(kind: type[Body] | Mapping[str, type[B]]) -> bytes:
     """A kind of bodies, as the helper reads it."""
-    return orjson.dumps(kind.__name__ if isinstance(kind, type) else {field: each.__name__ for field, each in kind.items()}) + b"\n"
+    return (
+        orjson.dumps(
+            kind.__name__ if isinstance(kind, type) else {field: each.__name__ for field, each in kind.items()}
+        )
+        + b"\n"
+    )
 
 
 def models(kind: type[BaseModel]) -> Iterator[type[BaseModel]]:

@@ -44,7 +44,9 @@ class BodyDecoder:
                     self._inner = zlib.decompressobj(GZIP_OR_ZLIB)
                 made += self._inner.decompress(data, self.max_bytes - self.num_bytes - len(made) + 1)
                 if self.num_bytes + len(made) > self.max_bytes:
-                    raise Invalid(f"the body, decoded, is longer than {self.max_bytes} bytes: send a shorter one", status=413)
+                    raise Invalid(
+                        f"the body, decoded, is longer than {self.max_bytes} bytes: send a shorter one", status=413
+                    )
                 data = self._inner.unconsumed_tail or self._inner.unused_data
         except zlib.error as error:
             raise Invalid(f"the body is not {self.name}: {error}", code="invalid_content_encoding") from None

@@ -25,8 +25,17 @@ from shared.wire.transport import is_temporary
 log = get_logger("penstock.gateway")
 
 LLAMA_PATHS = (
-    "/completion", "/completions", "/chat/completions", "/infill", "/embedding", "/embeddings", "/apply-template", "/props", "/slots", "/lora-adapters",
-)  # fmt: skip
+    "/completion",
+    "/completions",
+    "/chat/completions",
+    "/infill",
+    "/embedding",
+    "/embeddings",
+    "/apply-template",
+    "/props",
+    "/slots",
+    "/lora-adapters",
+)
 LLAMA_TYPES = {404: "not_found_error", 501: "not_supported_error"}  # where they are others than OpenAI's
 
 
@@ -46,11 +55,18 @@ def speaks_anthropic(scope: Scope) -> bool:
     """Whether a request is Anthropic's API. The path says it; of the models, which OpenAI has under
     the same, the header that Anthropic's clients send."""
     path: str = scope["path"]
-    return path.startswith("/v1/messages") or (path.startswith("/v1/models") and "anthropic-version" in Headers(scope=scope))
+    return path.startswith("/v1/messages") or (
+        path.startswith("/v1/models") and "anthropic-version" in Headers(scope=scope)
+    )
 
 
 def error_response(
-    scope: Scope, status: int, message: str, param: str | None = None, code: str | None = None, headers: Mapping[str, str] | None = None
+    scope: Scope,
+    status: int,
+    message: str,
+    param: str | None = None,
+    code: str | None = None,
+    headers: Mapping[str, str] | None = None,
 ) -> JSONResponse:
     """An error in the shape of the API that the request belongs to."""
     if speaks_anthropic(scope):
@@ -63,13 +79,21 @@ def error_response(
 
 def say_refused(request: Request, status: int, code: str | None) -> None:
     """The one line of a request that never was submitted."""
-    log.info("request refused", path=request.url.path[:128], status=status, error=code, x_request_id=getattr(request.state, "request_id", None))
+    log.info(
+        "request refused",
+        path=request.url.path[:128],
+        status=status,
+        error=code,
+        x_request_id=getattr(request.state, "request_id", None),
+    )
 
 
 async def on_invalid(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, Invalid)
     say_refused(request, error.status, error.code)
-    headers = {408: {"Connection": "close"}, 415: {"Accept-Encoding": ", ".join(TAKEN)}}.get(error.status)  # 408: the rest of the body may still come
+    headers = {408: {"Connection": "close"}, 415: {"Accept-Encoding": ", ".join(TAKEN)}}.get(
+        error.status
+    )  # 408: the rest of the body may still come
     return error_response(request.scope, error.status, str(error), error.param, error.code, headers=headers)
 
 
@@ -82,7 +106,9 @@ async def on_validation(request: Request, error: Exception) -> JSONResponse:
 async def on_rejected(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, Rejected)
     say_refused(request, error.status, error.code)
-    return error_response(request.scope, error.status, str(error), None, error.code, headers={"Retry-After": str(error.retry_after_s)})
+    return error_response(
+        request.scope, error.status, str(error), None, error.code, headers={"Retry-After": str(error.retry_after_s)}
+    )
 
 
 async def on_failed(request: Request, error: Exception) -> JSONResponse:
@@ -90,13 +116,22 @@ async def on_failed(request: Request, error: Exception) -> JSONResponse:
     failure = error.error
     # What came too late, or what this model can't do, is not to be sent again: OpenAI's clients
     # repeat what fails with 5xx, unless told
-    headers = {501: {"X-Should-Retry": "false"}, 504: {"X-Should-Retry": "false"}, 503: {"Retry-After": "1"}}.get(failure.status)
+    headers = {501: {"X-Should-Retry": "false"}, 504: {"X-Should-Retry": "false"}, 503: {"Retry-After": "1"}}.get(
+        failure.status
+    )
     return error_response(request.scope, failure.status, failure.message, failure.param, failure.code, headers=headers)
 
 
 async def on_away(request: Request, error: Exception) -> JSONResponse:
     log.warning("redis can't serve", error=reason_of(error))
-    return error_response(request.scope, 503, "the pipeline is not reachable at the moment", None, "redis_unavailable", headers={"Retry-After": "1"})
+    return error_response(
+        request.scope,
+        503,
+        "the pipeline is not reachable at the moment",
+        None,
+        "redis_unavailable",
+        headers={"Retry-After": "1"},
+    )
 
 
 async def on_redis(request: Request, error: Exception) -> JSONResponse:

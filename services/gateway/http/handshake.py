@@ -81,7 +81,9 @@ class Handshake(asyncio.Protocol):
         connection."""
         loop, shakes = asyncio.get_running_loop(), self.handshakes
         try:
-            secured = await loop.start_tls(self.transport, self, shakes.context, server_side=True, ssl_handshake_timeout=shakes.timeout_s)
+            secured = await loop.start_tls(
+                self.transport, self, shakes.context, server_side=True, ssl_handshake_timeout=shakes.timeout_s
+            )
         except (OSError, ssl.SSLError) as error:
             log.debug("no TLS handshake", client=self.address, error=error)
             self.transport.abort()

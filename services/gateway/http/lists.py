@@ -8,13 +8,21 @@ from shared.process.errors import Invalid
 T = TypeVar("T")
 
 
-def page_of(found: Sequence[T], after: str | None, limit: int, id_of: Callable[[T], str], describe: Callable[[T], dict[str, Any]]) -> dict[str, Any]:
+def page_of(
+    found: Sequence[T],
+    after: str | None,
+    limit: int,
+    id_of: Callable[[T], str],
+    describe: Callable[[T], dict[str, Any]],
+) -> dict[str, Any]:
     """Make a page: at most `limit` of the objects, after the one with the id `after`. Raises
     Invalid if that is not among them."""
     if after is not None:
         places = [number for number, each in enumerate(found) if id_of(each) == after]
         if not places:
-            raise Invalid(f"no object {after!r} in this list: give the id of one that it has, or leave after out", param="after")
+            raise Invalid(
+                f"no object {after!r} in this list: give the id of one that it has, or leave after out", param="after"
+            )
         found = found[places[0] + 1 :]
     page = [describe(each) for each in found[:limit]]
     return {

@@ -83,7 +83,9 @@ class OneHost:
         num_hosts = len(Headers(scope=scope).getlist("host"))
         if num_hosts > 1 or (num_hosts == 0 and scope["http_version"] == "1.1"):
             message = f"a request of HTTP/1.1 has one Host header, this one has {num_hosts or 'none'}"
-            return await error_response(scope, 400, message, None, "invalid_host", headers={"Connection": "close"})(scope, receive, send)
+            return await error_response(scope, 400, message, None, "invalid_host", headers={"Connection": "close"})(
+                scope, receive, send
+            )
         await self.app(scope, receive, send)
 
 
@@ -198,7 +200,9 @@ class Observed:
         try:
             if self.tracer is None or not (method == "POST" or scope["path"].startswith(TRACED_GETS)):
                 return await self.app(scope, receive, send_observed)
-            with rooted(self.tracer, method, trace_headers(Headers(scope=scope)), {"http.request.method": method}) as span:
+            with rooted(
+                self.tracer, method, trace_headers(Headers(scope=scope)), {"http.request.method": method}
+            ) as span:
                 try:
                     await self.app(scope, receive, send_observed)
                 finally:

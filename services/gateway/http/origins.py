@@ -58,7 +58,9 @@ class SameOrigin:
         is_open = scope["type"] != "http" or (scope["method"] in ("GET", "HEAD") and is_public(scope["path"]))
         if is_open or self.lets_in(Headers(scope=scope), scope["scheme"]):
             return await self.app(scope, receive, send)
-        message = "A page of another origin may not use this gateway: start it with --allow-origin and the page's origin."
+        message = (
+            "A page of another origin may not use this gateway: start it with --allow-origin and the page's origin."
+        )
         await error_response(scope, 403, message, None, "origin_not_allowed")(scope, receive, send)
 
     def lets_in(self, headers: Headers, scheme: str) -> bool:

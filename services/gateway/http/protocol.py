@@ -32,8 +32,17 @@ def last_reply(status: HTTPStatus, message: str, code: str, headers: bytes = b""
     return head % (status, status.phrase.encode(), headers, len(body)) + body
 
 
-TOO_MANY = last_reply(HTTPStatus.SERVICE_UNAVAILABLE, "the gateway has too many connections", "too_many_connections", b"Retry-After: 1\r\n")
-TOO_LONG = last_reply(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, f"the request's headers are longer than {MAX_HEAD_BYTES} bytes", "headers_too_long")
+TOO_MANY = last_reply(
+    HTTPStatus.SERVICE_UNAVAILABLE,
+    "the gateway has too many connections",
+    "too_many_connections",
+    b"Retry-After: 1\r\n",
+)
+TOO_LONG = last_reply(
+    HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE,
+    f"the request's headers are longer than {MAX_HEAD_BYTES} bytes",
+    "headers_too_long",
+)
 
 
 NO_HTTP = last_reply(HTTPStatus.BAD_REQUEST, "this is no HTTP/1.1 request", "invalid_http")
@@ -95,7 +104,9 @@ class PatientProtocol(HttpToolsProtocol):
                 self.refuse_head()
 
     def on_message_begin(self) -> None:
-        if self.cycle is None or self.cycle.response_complete:  # else the next request has time until this one is answered
+        if (
+            self.cycle is None or self.cycle.response_complete
+        ):  # else the next request has time until this one is answered
             self._header_timer.arm(self.header_timeout_s)
         super().on_message_begin()
 
@@ -164,7 +175,9 @@ class Unchunked:
                 cycle.chunked_encoding = False if is_endless else None
                 cycle.keep_alive = cycle.keep_alive and not is_endless
             elif is_endless:
-                cycle.expected_content_length = len(message.get("body", b""))  # of each piece: there is no length of all
+                cycle.expected_content_length = len(
+                    message.get("body", b"")
+                )  # of each piece: there is no length of all
             await send(message)
 
         await self.app(scope, receive, send_plain)

@@ -25,14 +25,21 @@ BACKLOG, LEAST_BACKLOG = 2048, 64
 OTHER_FILES = 128  # connections to Redis, pipes, files
 NOT_PEM = "one of them is not PEM, or the key has a password, which must be taken off"
 OTHER_KEY = "the key is not this certificate's"
-TLS_REASONS = {"KEY_VALUES_MISMATCH": OTHER_KEY, "NO_CERTIFICATE_ASSIGNED": OTHER_KEY, "EE_KEY_TOO_SMALL": "the key is too short", "NO_START_LINE": NOT_PEM}
+TLS_REASONS = {
+    "KEY_VALUES_MISMATCH": OTHER_KEY,
+    "NO_CERTIFICATE_ASSIGNED": OTHER_KEY,
+    "EE_KEY_TOO_SMALL": "the key is too short",
+    "NO_START_LINE": NOT_PEM,
+}
 
 
 def listen(host: str, port: int) -> list[socket.socket]:
     """Sockets that listen at every address of the host. Raises StartupError if one is taken."""
     sockets = []
     try:
-        for family, kind, protocol, _, address in socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE):
+        for family, kind, protocol, _, address in socket.getaddrinfo(
+            host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        ):
             sock = socket.socket(family, kind, protocol)
             sockets.append(sock)
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -71,7 +78,9 @@ def check_tls(settings: GatewaySettings) -> ssl.SSLContext | None:
     except (ssl.SSLError, ValueError) as error:
         reason = getattr(error, "reason", None) or ""
         found = TLS_REASONS.get(reason, reason or NOT_PEM)
-        raise StartupError(f"--tls-certificate {settings.tls_certificate} can't serve with the key in {key}: {found}") from None
+        raise StartupError(
+            f"--tls-certificate {settings.tls_certificate} can't serve with the key in {key}: {found}"
+        ) from None
     if problem := refusal_of(server, settings.tls_certificate):
         log.warning("clients will refuse the certificate", path=str(settings.tls_certificate), reason=problem)
     return server
@@ -106,7 +115,9 @@ def backlog_of(max_connections: int) -> int:
     """How many connections may wait to be accepted. They are accepted all at once: more than there
     are files for would stop the accepting for a second."""
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return max(LEAST_BACKLOG, min(BACKLOG, (limit - 3 * max_connections - OTHER_FILES) // 2))  # 3: twice as many that are answered, and as many handshakes
+    return max(
+        LEAST_BACKLOG, min(BACKLOG, (limit - 3 * max_connections - OTHER_FILES) // 2)
+    )  # 3: twice as many that are answered, and as many handshakes
 
 
 class DrainingServer(uvicorn.Server):

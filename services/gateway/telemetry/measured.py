@@ -32,7 +32,11 @@ class SequenceClock:
 
     @property
     def tpot_s(self) -> float | None:
-        return (self.last_at - self.first_at) / (self.num_tokens - 1) if self.first_at is not None and self.num_tokens > 1 else None
+        return (
+            (self.last_at - self.first_at) / (self.num_tokens - 1)
+            if self.first_at is not None and self.num_tokens > 1
+            else None
+        )
 
 
 class ResponseMeter:
@@ -48,7 +52,9 @@ class ResponseMeter:
         self._heard_at = 0.0  # wall clock: the first event
         self._clocks: list[SequenceClock] = []
 
-    def begin(self, record: ResponseRecord, positions: list[int], timelines: list[Timeline], max_tokens: list[int | None]) -> None:
+    def begin(
+        self, record: ResponseRecord, positions: list[int], timelines: list[Timeline], max_tokens: list[int | None]
+    ) -> None:
         """The response is in the pipeline, and its events come from here.
 
         Of each sequence: the position that its events begin after, its timeline, and the max_tokens
@@ -71,7 +77,9 @@ class ResponseMeter:
         self._heard_at = self._heard_at or time.time()
         if event.num_prompt_tokens:  # an end that a gateway wrote does not know it
             clock.num_prompt_tokens, clock.num_cached_tokens = event.num_prompt_tokens, event.num_cached_tokens
-        if event.token_id is not None and event.position > clock.position:  # one that is read again, to be parsed, has been counted
+        if (
+            event.token_id is not None and event.position > clock.position
+        ):  # one that is read again, to be parsed, has been counted
             clock.position = event.position
             self._token(clock)
         if event.finish_reason is not None and clock.finish_reason is None:
@@ -109,9 +117,13 @@ class ResponseMeter:
             figures.num_generation_tokens.observe(clock.num_tokens)
         figures.e2e.observe(time.monotonic() - self._started_at)
         times = (
-            (figures.tpot, clock.tpot_s), (figures.tokenize, timeline.tokenize_s), (figures.queue, timeline.queue_s), (figures.prefill, timeline.prefill_s),
-            (figures.decode, timeline.decode_s), (figures.inference, timeline.inference_s),
-        )  # fmt: skip
+            (figures.tpot, clock.tpot_s),
+            (figures.tokenize, timeline.tokenize_s),
+            (figures.queue, timeline.queue_s),
+            (figures.prefill, timeline.prefill_s),
+            (figures.decode, timeline.decode_s),
+            (figures.inference, timeline.inference_s),
+        )
         for histogram, seconds in times:
             if seconds is not None:
                 histogram.observe(seconds)
@@ -143,20 +155,34 @@ class ResponseMeter:
         record, clocks, timelines = self.record, self._clocks, self.timelines
         firsts = [clock.first_at for clock in clocks if clock.first_at is not None]
         summary = {
-            "status": status, "finish_reason": finish_reason, "error": self.failure.code if self.failure is not None else None,
-            "num_prompt_tokens": sum(clock.num_prompt_tokens for clock in clocks), "num_cached_tokens": sum(clock.num_cached_tokens for clock in clocks),
+            "status": status,
+            "finish_reason": finish_reason,
+            "error": self.failure.code if self.failure is not None else None,
+            "num_prompt_tokens": sum(clock.num_prompt_tokens for clock in clocks),
+            "num_cached_tokens": sum(clock.num_cached_tokens for clock in clocks),
             "num_output_tokens": sum(clock.num_tokens for clock in clocks),
-        }  # fmt: skip
+        }
         times = {
-            "tokenize_s": longest([each.tokenize_s for each in timelines]), "queue_s": longest([each.queue_s for each in timelines]),
-            "prefill_s": longest([each.prefill_s for each in timelines]), "decode_s": longest([each.decode_s for each in timelines]),
-            "ttft_s": min(firsts) - self._started_at if firsts else None, "tpot_s": longest([clock.tpot_s for clock in clocks]),
+            "tokenize_s": longest([each.tokenize_s for each in timelines]),
+            "queue_s": longest([each.queue_s for each in timelines]),
+            "prefill_s": longest([each.prefill_s for each in timelines]),
+            "decode_s": longest([each.decode_s for each in timelines]),
+            "ttft_s": min(firsts) - self._started_at if firsts else None,
+            "tpot_s": longest([clock.tpot_s for clock in clocks]),
             "e2e_s": None if self.is_resumed else time.monotonic() - self._started_at,
-        }  # fmt: skip
-        replicas = {"compute": joined([each.compute_id for each in timelines]), "sampler": joined([each.sampler_id for each in timelines])}
+        }
+        replicas = {
+            "compute": joined([each.compute_id for each in timelines]),
+            "sampler": joined([each.sampler_id for each in timelines]),
+        }
         trace = {"trace_id": record.traceparent[3:35]} if record.traceparent else {}
         rounded = {name: None if seconds is None else round(seconds, 6) for name, seconds in times.items()}
-        head = {"response_id": record.response_id, "kind": record.kind, "model": record.served_model, "num_sequences": len(clocks)}
+        head = {
+            "response_id": record.response_id,
+            "kind": record.kind,
+            "model": record.served_model,
+            "num_sequences": len(clocks),
+        }
         log.info("request ended", **head, **summary, **rounded, **replicas, is_resumed=self.is_resumed, **trace)
         self._trace(summary | {key: value for key, value in rounded.items() if value is not None})
 
@@ -166,8 +192,16 @@ class ResponseMeter:
         record = self.record
         own = {f"penstock.{name}": value for name, value in summary.items() if value is not None}
         if self._heard_at:
-            self.root.record("stream", self._heard_at, time.time(), {"penstock.is_resumed": self.is_resumed}, parent=record.traceparent)
-        self.root.span.set_attributes({"gen_ai.request.model": record.model, "gen_ai.response.id": record.response_id, **own})
+            self.root.record(
+                "stream",
+                self._heard_at,
+                time.time(),
+                {"penstock.is_resumed": self.is_resumed},
+                parent=record.traceparent,
+            )
+        self.root.span.set_attributes(
+            {"gen_ai.request.model": record.model, "gen_ai.response.id": record.response_id, **own}
+        )
 
 
 def longest(times: list[float | None]) -> float | None:

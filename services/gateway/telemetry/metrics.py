@@ -36,7 +36,29 @@ RECENT_TTFTS, RECENT_S = 100, 300.0  # the TTFT that a gateway announces is the 
 log = get_logger("penstock.gateway")
 
 # From a small model's step on a GPU to a queue before a laptop's CPU
-TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1, 2.5, 5, 10)  # of one token
+TOKEN_SECONDS = (
+    0.001,
+    0.0025,
+    0.005,
+    0.0075,
+    0.01,
+    0.015,
+    0.02,
+    0.03,
+    0.04,
+    0.05,
+    0.075,
+    0.1,
+    0.15,
+    0.2,
+    0.3,
+    0.5,
+    0.75,
+    1,
+    2.5,
+    5,
+    10,
+)  # of one token
 
 
 @dataclass(slots=True)
@@ -66,10 +88,13 @@ class TokenFigures(Collector):
         return self.by_model.setdefault(model, ModelTokens())
 
     def collect(self) -> Iterator[Metric]:
-        tokens = CounterMetricFamily("penstock_generation_tokens", "Tokens generated, as they reach the gateway", labels=["model_name"])
+        tokens = CounterMetricFamily(
+            "penstock_generation_tokens", "Tokens generated, as they reach the gateway", labels=["model_name"]
+        )
         gaps = HistogramMetricFamily(
             "penstock_inter_token_latency_seconds",
-            "Between the tokens of a sequence, as they reach the gateway; tokens that compute publishes together have none between them",
+            "Between the tokens of a sequence, as they reach the gateway; tokens that compute publishes together have "
+            "none between them",
             labels=["model_name"],
         )
         for model, counts in self.by_model.items():
@@ -119,38 +144,70 @@ class Metrics:
         self.stages = stages
         self.registry = CollectorRegistry()
         self.success = self._counter(
-            "request_success", "Sequences that ended: stop, length, cancelled (the client disconnected, or cancelled), error", "finished_reason"
+            "request_success",
+            "Sequences that ended: stop, length, cancelled (the client disconnected, or cancelled), error",
+            "finished_reason",
         )
         self.errors = self._counter(
-            "request_errors", "Sequences that ended with an error, by its code and HTTP status; 4xx: the request's own fault", "code", "status"
+            "request_errors",
+            "Sequences that ended with an error, by its code and HTTP status; 4xx: the request's own fault",
+            "code",
+            "status",
         )
         self.rejected = self._counter(
             "requests_rejected",
-            "Responses that were not admitted: 429 (server_full, rate_limit_exceeded, storage_limit_exceeded) or 503 (redis_nearly_full, stage_missing)",
+            "Responses that were not admitted: 429 (server_full, rate_limit_exceeded, storage_limit_exceeded) or 503 "
+            "(redis_nearly_full, stage_missing)",
             "reason",
         )
-        self.background = self._counter("background_responses", "Responses begun here that no gateway reads: the other counts are without them")
+        self.background = self._counter(
+            "background_responses", "Responses begun here that no gateway reads: the other counts are without them"
+        )
         self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of sequences that ended")
-        self.prompt_tokens_cached = self._counter("prompt_tokens_cached", "Prompt tokens of ended sequences that the prefix cache had")
+        self.prompt_tokens_cached = self._counter(
+            "prompt_tokens_cached", "Prompt tokens of ended sequences that the prefix cache had"
+        )
         self.tokens = TokenFigures()
         self.registry.register(self.tokens)
-        self.ttft = self._histogram("time_to_first_token_seconds", "From submission to a sequence's first token", SECONDS)
-        self.tpot = self._histogram("request_time_per_output_token_seconds", "(E2E - TTFT) / (tokens - 1) of a sequence", TOKEN_SECONDS)
+        self.ttft = self._histogram(
+            "time_to_first_token_seconds", "From submission to a sequence's first token", SECONDS
+        )
+        self.tpot = self._histogram(
+            "request_time_per_output_token_seconds", "(E2E - TTFT) / (tokens - 1) of a sequence", TOKEN_SECONDS
+        )
         self.e2e = self._histogram("e2e_request_latency_seconds", "From submission to the end of a sequence", SECONDS)
-        self.tokenize = self._histogram("request_tokenize_time_seconds", "From submission until the prompt is tokens, the tokenizers' queue included", SECONDS)
-        self.queue = self._histogram("request_queue_time_seconds", "From the prompt's tokens until compute begins the sequence", SECONDS)
-        self.prefill = self._histogram("request_prefill_time_seconds", "From compute's beginning to the first token", SECONDS)
+        self.tokenize = self._histogram(
+            "request_tokenize_time_seconds",
+            "From submission until the prompt is tokens, the tokenizers' queue included",
+            SECONDS,
+        )
+        self.queue = self._histogram(
+            "request_queue_time_seconds", "From the prompt's tokens until compute begins the sequence", SECONDS
+        )
+        self.prefill = self._histogram(
+            "request_prefill_time_seconds", "From compute's beginning to the first token", SECONDS
+        )
         self.decode = self._histogram("request_decode_time_seconds", "From the first token to the last", SECONDS)
-        self.inference = self._histogram("request_inference_time_seconds", "From compute's beginning to the last token", SECONDS)
+        self.inference = self._histogram(
+            "request_inference_time_seconds", "From compute's beginning to the last token", SECONDS
+        )
         self.num_prompt_tokens = self._histogram("request_prompt_tokens", "Prompt tokens of a sequence", TOKENS)
-        self.num_generation_tokens = self._histogram("request_generation_tokens", "Tokens generated for a sequence", TOKENS)
-        self.num_prefill_tokens = self._histogram("request_prefill_kv_computed_tokens", "Prompt tokens of a sequence that were not cached", TOKENS)
-        self.max_tokens = self._histogram("request_params_max_tokens", "max_tokens of a sequence, where the client set it", TOKENS)
+        self.num_generation_tokens = self._histogram(
+            "request_generation_tokens", "Tokens generated for a sequence", TOKENS
+        )
+        self.num_prefill_tokens = self._histogram(
+            "request_prefill_kv_computed_tokens", "Prompt tokens of a sequence that were not cached", TOKENS
+        )
+        self.max_tokens = self._histogram(
+            "request_params_max_tokens", "max_tokens of a sequence, where the client set it", TOKENS
+        )
         self.n = self._histogram("request_params_n", "Sequences of a response for each of its prompts", CHOICES)
         self.http_requests = CounterMetric(
-            "penstock_http_requests", "HTTP requests, by route and status; 499: the client disconnected before the answer began", ["method", "path", "status"],
+            "penstock_http_requests",
+            "HTTP requests, by route and status; 499: the client disconnected before the answer began",
+            ["method", "path", "status"],
             registry=self.registry,
-        )  # fmt: skip
+        )
         self._of: dict[str, ModelMetrics] = {}
         self.num_output_tokens = 0  # of all models, as the registry has them
         self._ttfts: deque[tuple[float, float]] = deque(maxlen=RECENT_TTFTS)  # when, and s
@@ -166,7 +223,9 @@ class Metrics:
         if (found := self._of.get(model)) is None:
             names = [name for name in ModelMetrics.__slots__ if name not in ("success", "tokens")]
             success = {reason: self.success.labels(model, reason) for reason in FINISH_REASONS}
-            found = self._of[model] = ModelMetrics(success, tokens=self.tokens.of(model), **{name: getattr(self, name).labels(model) for name in names})
+            found = self._of[model] = ModelMetrics(
+                success, tokens=self.tokens.of(model), **{name: getattr(self, name).labels(model) for name in names}
+            )
             for reason in REJECTIONS:
                 self.rejected.labels(model, reason)
         return found
@@ -177,7 +236,9 @@ class Metrics:
     def failed(self, model: str, error: RequestError) -> None:
         """A sequence ended with this error."""
         self.of(model).success["error"].inc()
-        self.errors.labels(model, error.code or ("invalid_value" if error.status == 400 else "internal_error"), str(error.status)).inc()
+        self.errors.labels(
+            model, error.code or ("invalid_value" if error.status == 400 else "internal_error"), str(error.status)
+        ).inc()
 
     def token(self, figures: ModelMetrics, count: int = 1) -> None:
         """Count tokens that came."""
@@ -198,7 +259,11 @@ class Metrics:
     async def render(self, clients: Sequence[Any]) -> bytes:
         """The Prometheus text format, over all cells. clients: of each one's Redis, home first. What
         a Redis would have to say is missing while it is away; the rest is there."""
-        replicas = [each for number, (cell, stage) in enumerate(self.stages.items()) for each in seen_in(cell, stage, is_home=number == 0)]
+        replicas = [
+            each
+            for number, (cell, stage) in enumerate(self.stages.items())
+            for each in seen_in(cell, stage, is_home=number == 0)
+        ]
         models = sorted({replica.model for replica in replicas if replica.stage == "compute" and replica.model})
         for model in models:
             self.of(model)  # so that its series begin with 0
@@ -207,13 +272,19 @@ class Metrics:
         lengths, in_flight = Counter[str](), {model: (0, 0) for model in models if found}
         for own_lengths, own, _ in found:
             lengths.update(own_lengths)
-            in_flight = {model: (count + own[model][0], tokens + own[model][1]) for model, (count, tokens) in in_flight.items()}
+            in_flight = {
+                model: (count + own[model][0], tokens + own[model][1]) for model, (count, tokens) in in_flight.items()
+            }
         batches = answers[0][2] if answers[0] is not None else None
         snapshot = CollectorRegistry()
-        snapshot.register(PipelineState(tuple(replicas), dict(lengths), in_flight, batches, is_redis_up=len(found) == len(clients)))
+        snapshot.register(
+            PipelineState(tuple(replicas), dict(lengths), in_flight, batches, is_redis_up=len(found) == len(clients))
+        )
         return generate_latest(self.registry) + generate_latest(snapshot)
 
-    async def _ask(self, client: Any, models: list[str]) -> tuple[dict[str, int], dict[str, tuple[int, int]], BatchFigures] | None:
+    async def _ask(
+        self, client: Any, models: list[str]
+    ) -> tuple[dict[str, int], dict[str, tuple[int, int]], BatchFigures] | None:
         """The figures of a cell; None while its Redis is away."""
         try:
             async with asyncio.timeout(REDIS_PATIENCE_S):
@@ -222,7 +293,9 @@ class Metrics:
             log.warning("redis does not say how long the queues are", error=error)
             return None
 
-    async def _read_figures(self, client: Any, models: list[str]) -> tuple[dict[str, int], dict[str, tuple[int, int]], BatchFigures]:
+    async def _read_figures(
+        self, client: Any, models: list[str]
+    ) -> tuple[dict[str, int], dict[str, tuple[int, int]], BatchFigures]:
         keys = [*(stream(model).key for model in models for stream in (requests, prompts)), DEAD_LETTER]
         async with client.pipeline(transaction=False) as pipe:
             for key in keys:
@@ -234,7 +307,9 @@ class Metrics:
             pipe.hgetall(BATCH_FIGURES)
             *replies, num_batches, figures = await pipe.execute()
         held = iter(replies[len(keys) :])
-        in_flight = {model: (max(num - 1, 0), int(tokens or 0)) for model, num, tokens in zip(models, held, held, strict=True)}
+        in_flight = {
+            model: (max(num - 1, 0), int(tokens or 0)) for model, num, tokens in zip(models, held, held, strict=True)
+        }
         return dict(zip(keys, replies, strict=False)), in_flight, BatchFigures.read(num_batches, figures)
 
 
@@ -242,4 +317,8 @@ def seen_in(cell: str, stage: Stage, *, is_home: bool) -> list[Replica]:
     """The replicas of a cell, as /metrics tells them apart. Gateways are in every cell, and count once."""
     if is_home:
         return list(stage.registry.replicas)
-    return [replace(each, replica_id=f"{cell}/{each.replica_id}") for each in stage.registry.replicas if each.stage != "gateway"]
+    return [
+        replace(each, replica_id=f"{cell}/{each.replica_id}")
+        for each in stage.registry.replicas
+        if each.stage != "gateway"
+    ]

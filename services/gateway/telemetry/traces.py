@@ -77,4 +77,6 @@ def admission_span(num_sequences: int) -> Iterator[None]:
     finally:
         if root is not None:
             said: dict[str, str | int] = {"penstock.num_sequences": num_sequences}
-            root.record("admission", root.started_at, time.time(), said | ({"error.type": error_type} if error_type else {}))
+            root.record(
+                "admission", root.started_at, time.time(), said | ({"error.type": error_type} if error_type else {})
+            )

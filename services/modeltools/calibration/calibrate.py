@@ -28,7 +28,13 @@ from services.compute.weights.loader import Loader
 from services.compute.weights.source import EMBEDDING
 from services.modeltools.calibration.perplexity import BLOCK_SIZE, blocks_of, whole_windows
 from services.modeltools.calibration.rounding import round_four_bit
-from services.modeltools.calibration.simulation import LayerQuantization, ObservedLinear, SimulatedLinear, quantize_inputs, quantize_matrix
+from services.modeltools.calibration.simulation import (
+    LayerQuantization,
+    ObservedLinear,
+    SimulatedLinear,
+    quantize_inputs,
+    quantize_matrix,
+)
 
 STRENGTHS = tuple(step / 10 for step in range(1, 10))
 MEASURED_OUTPUTS = 4096  # of a layer, at least, on which scales are compared
@@ -117,7 +123,11 @@ class LayerCalibration:
         self.num_rows = windows.numel()
         embedding = loader.source.dense(EMBEDDING, (config.vocab_size, config.hidden_size))
         norm = loader.norm("model.norm.weight", config.hidden_size)
-        self.decoder = Decoder(config, ModelWeights(embedding=embedding, layers=[], norm=norm, lm_head=loader.head(embedding)), loader.backend)
+        self.decoder = Decoder(
+            config,
+            ModelWeights(embedding=embedding, layers=[], norm=norm, lm_head=loader.head(embedding)),
+            loader.backend,
+        )
         self.batches = [whole_windows(part) for part in torch.split(windows, WINDOWS_AT_ONCE)]
         num_blocks = blocks_of(windows[:WINDOWS_AT_ONCE])
         one_layer = replace(config, num_layers=1)
@@ -125,7 +135,14 @@ class LayerCalibration:
         self.states = [self.decoder.embed(batch.input_ids) for batch in self.batches]
 
     def run(self) -> ModelWeights:
-        numbers = tqdm(range(self.loader.config.num_layers), desc="calibrating", unit="layer", file=sys.stderr, mininterval=0.5, position=1)
+        numbers = tqdm(
+            range(self.loader.config.num_layers),
+            desc="calibrating",
+            unit="layer",
+            file=sys.stderr,
+            mininterval=0.5,
+            position=1,
+        )
         with logging_redirect_tqdm():  # lines of log go above the bars
             layers = [self._layer(number) for number in numbers]
         weights = self.decoder.weights
@@ -138,26 +155,39 @@ class LayerCalibration:
     def _run(self, number: int, layer: LayerWeights) -> list[Tensor]:
         """The text's hidden states behind the layer."""
         states = zip(self.batches, self.states, strict=True)
-        return [self.decoder.run_layer(number, layer, x, self.kv, self.decoder.plan(batch, BLOCK_SIZE)) for batch, x in states]
+        return [
+            self.decoder.run_layer(number, layer, x, self.kv, self.decoder.plan(batch, BLOCK_SIZE))
+            for batch, x in states
+        ]
 
     def _layer(self, number: int) -> LayerWeights:
         """Observe, scale, round, and go on behind the layer as it now is. Returns it packed."""
         layer = self.loader.layer(number)
         assert isinstance(layer.mlp, TorchMlp)
-        qkv, output, gate_up, down = (observe(each, self.num_rows) for each in (layer.qkv, layer.output, layer.mlp.gate_up, layer.mlp.down))
+        qkv, output, gate_up, down = (
+            observe(each, self.num_rows) for each in (layer.qkv, layer.output, layer.mlp.gate_up, layer.mlp.down)
+        )
         self._run(number, replace(layer, qkv=qkv, output=output, mlp=TorchMlp(gate_up, down)))
         down.scale(find_scales(down.rows, down.weight, self.form))
         fold_into_up(gate_up, down.scales)
-        norms = replace(layer.norms, before_attention=self._fold(layer.norms.before_attention, qkv), before_mlp=self._fold(layer.norms.before_mlp, gate_up))
+        norms = replace(
+            layer.norms,
+            before_attention=self._fold(layer.norms.before_attention, qkv),
+            before_mlp=self._fold(layer.norms.before_mlp, gate_up),
+        )
         linears = [qkv, output, gate_up, down]
         forms = [self.form, LayerQuantization(self.packing.of_output, self.packing.group), self.form, self.form]
         matrices = [round_layer(each, form) for each, form in zip(linears, forms, strict=True)]
         simulated = [simulate(matrix, each, form) for matrix, each, form in zip(matrices, linears, forms, strict=True)]
-        self.states = self._run(number, replace(layer, norms=norms, qkv=simulated[0], output=simulated[1], mlp=TorchMlp(*simulated[2:])))
+        self.states = self._run(
+            number, replace(layer, norms=norms, qkv=simulated[0], output=simulated[1], mlp=TorchMlp(*simulated[2:]))
+        )
         packed = [self._pack(matrix, each) for matrix, each in zip(matrices, linears, strict=True)]
         kept = {each.name: getattr(norms, each.name) for each in fields(Norms)}
         kept = {name: None if norm is None else norm.bfloat16() for name, norm in kept.items()}
-        return LayerWeights(norms=Norms(**kept), qkv=packed[0], output=packed[1], mlp=self.backend.make_mlp(*packed[2:]))
+        return LayerWeights(
+            norms=Norms(**kept), qkv=packed[0], output=packed[1], mlp=self.backend.make_mlp(*packed[2:])
+        )
 
     def _fold(self, norm: Tensor | None, linear: ObservedLinear) -> Tensor | None:
         """The norm before the layer with its inputs' scales in it. Where none is before it, there
@@ -191,7 +221,11 @@ def observe(linear: Product | LogitsProduct, num_rows: int) -> ObservedLinear:
 
 def round_layer(linear: ObservedLinear, form: LayerQuantization) -> Matrix:
     """The layer's weights as they are now, quantized."""
-    return quantize_matrix(linear.weight, form) if form.kind == "w8a8" else round_four_bit(linear.weight, linear.gram, form.kind, form.group)
+    return (
+        quantize_matrix(linear.weight, form)
+        if form.kind == "w8a8"
+        else round_four_bit(linear.weight, linear.gram, form.kind, form.group)
+    )
 
 
 def simulate(matrix: Matrix, linear: TorchLinear, form: LayerQuantization) -> TorchLinear:

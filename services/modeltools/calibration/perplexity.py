@@ -40,10 +40,14 @@ def next_token_logs(model: Decoder, windows: Tensor, *, kv_group: int = 0) -> It
 
     kv_group: dimensions that share a scale in a cache of int8; 0: a cache of the model's dtype.
     """
-    cache = KVCache(model.config, model.backend, num_blocks=blocks_of(windows[:1]), block_size=BLOCK_SIZE, group=kv_group)
+    cache = KVCache(
+        model.config, model.backend, num_blocks=blocks_of(windows[:1]), block_size=BLOCK_SIZE, group=kv_group
+    )
     for window in windows:
         batch = whole_windows(window[None])
-        yield model.logits(model.forward(batch, model.plan(batch, BLOCK_SIZE), cache.layers), batch.logit_rows[:-1]).log_softmax(-1)
+        yield model.logits(
+            model.forward(batch, model.plan(batch, BLOCK_SIZE), cache.layers), batch.logit_rows[:-1]
+        ).log_softmax(-1)
 
 
 def perplexity(model: Decoder, windows: Tensor) -> float:

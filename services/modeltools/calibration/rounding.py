@@ -92,7 +92,9 @@ def _round_in_order(weight: Tensor, gram: Tensor, kind: str, group: int) -> Grou
             block[row + 1 :] -= factor[start + row, start + row + 1 : end, None] * losses[row]
         rest[end:] -= factor[start:end, end:].T @ losses
         grids.append(grid)
-    scales, zeros, steps = (torch.stack([getattr(grid, name) for grid in grids], dim=1) for name in ("scales", "zeros", "steps"))
+    scales, zeros, steps = (
+        torch.stack([getattr(grid, name) for grid in grids], dim=1) for name in ("scales", "zeros", "steps")
+    )
     if units is not None:
         return Int4Columns(codes.T.contiguous(), units, zeros.to(torch.int8), steps.to(torch.int8), group)
     return Grouped(codes.T.contiguous(), scales.half(), group, torch.tensor(NF4_TABLE, dtype=torch.int8))
@@ -158,7 +160,12 @@ def fit_nf4(weights: Tensor, importance: Tensor) -> Grid:
 
 def _best(grids: list[Grid], weights: Tensor, importance: Tensor) -> Grid:
     """The grid with the least error, for each column."""
-    errors = torch.stack([((grid.values(grid.codes(weights)) - weights).square() * importance[:, None]).sum(0) for grid in grids])
+    errors = torch.stack(
+        [((grid.values(grid.codes(weights)) - weights).square() * importance[:, None]).sum(0) for grid in grids]
+    )
     chosen = errors.argmin(0, keepdim=True)
-    scales, zeros, steps = (torch.stack([getattr(grid, name) for grid in grids]).gather(0, chosen)[0] for name in ("scales", "zeros", "steps"))
+    scales, zeros, steps = (
+        torch.stack([getattr(grid, name) for grid in grids]).gather(0, chosen)[0]
+        for name in ("scales", "zeros", "steps")
+    )
     return Grid(scales, zeros, grids[0].table, steps)

@@ -71,7 +71,9 @@ class ObservedLinear(TorchLinear):
 class SimulatedLinear(TorchLinear):
     """A quantized layer in float32."""
 
-    def __init__(self, matrix: Matrix, bias: Tensor | None, form: LayerQuantization, *, is_gated: bool, activation: str) -> None:
+    def __init__(
+        self, matrix: Matrix, bias: Tensor | None, form: LayerQuantization, *, is_gated: bool, activation: str
+    ) -> None:
         super().__init__(matrix.dequantize(torch.float32), bias, is_gated=is_gated, activation=activation)
         self.form = form
 

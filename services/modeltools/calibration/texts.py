@@ -36,9 +36,16 @@ def read_windows(text: str, files: ModelFiles, tokens: int) -> Windows:
         raise StartupError(f"--calibration-tokens {tokens}: at least {MIN_WINDOWS * length:,} are needed")
     asked = tokens // length
     wanted = asked + HELD_OUT_WINDOWS
-    windows = split(read_text(text)[: wanted * length * CHARACTERS_A_TOKEN], _load_tokenizer(files.folder / "tokenizer.json"), length)[:wanted]
+    windows = split(
+        read_text(text)[: wanted * length * CHARACTERS_A_TOKEN],
+        _load_tokenizer(files.folder / "tokenizer.json"),
+        length,
+    )[:wanted]
     if len(windows) < MIN_WINDOWS:
-        raise StartupError(f"--calibrate {text}: it has fewer than {MIN_WINDOWS * length:,} tokens, which is too little to calibrate with")
+        raise StartupError(
+            f"--calibrate {text}: it has fewer than {MIN_WINDOWS * length:,} tokens, which is too little to calibrate "
+            "with"
+        )
     held_out = min(HELD_OUT_WINDOWS, max(len(windows) // 5, len(windows) - asked))
     return Windows(windows[:-held_out], windows[-held_out:])
 
@@ -68,7 +75,9 @@ def default_text() -> str:
     try:
         from pydoc_data.topics import topics
     except ModuleNotFoundError:
-        raise StartupError("--calibrate default: this Python came without its documentation (pydoc_data); give a text file") from None
+        raise StartupError(
+            "--calibrate default: this Python came without its documentation (pydoc_data); give a text file"
+        ) from None
     return "\n\n".join(sorted(topics.values(), key=lambda topic: hashlib.sha256(topic.encode()).digest()))
 
 

@@ -42,7 +42,9 @@ class Sampling:
     seed: int
 
 
-def generate(engine: Engine, files: ModelFiles, prompts: list[list[int]], sampling: Sampling) -> tuple[Answers, Answers]:
+def generate(
+    engine: Engine, files: ModelFiles, prompts: list[list[int]], sampling: Sampling
+) -> tuple[Answers, Answers]:
     """Answer the prompts in their order, again and again with other seeds, until there are about so
     many tokens. Returns what heads may learn of, and what is
     held out: the answers to other prompts."""
@@ -67,16 +69,30 @@ def _answer(engine: Engine, files: ModelFiles, prompts: list[list[int]], samplin
         return token_ids[len(token_ids) - len(sampled) :]
 
     def is_over(sequence: Sequence) -> bool:
-        return sequence.tokens.num_output == sequence.request.params.max_tokens or sequence.tokens.ids[-1] in sequence.request.eos_token_ids
+        return (
+            sequence.tokens.num_output == sequence.request.params.max_tokens
+            or sequence.tokens.ids[-1] in sequence.request.eos_token_ids
+        )
 
     num_begun = 0
     with tqdm(total=num_tokens, desc="answering", unit="token", file=sys.stderr, mininterval=0.5) as bar:
         while True:
-            while scheduler.num_unfinished < AT_ONCE and len(token_ids) + scheduler.num_unfinished * LONGEST // 2 < num_tokens:
+            while (
+                scheduler.num_unfinished < AT_ONCE
+                and len(token_ids) + scheduler.num_unfinished * LONGEST // 2 < num_tokens
+            ):
                 prompt = prompts[num_begun % len(prompts)]
-                sampled |= {"max_tokens": min(LONGEST, engine.max_model_len - len(prompt)), "seed": sampling.seed + num_begun}
+                sampled |= {
+                    "max_tokens": min(LONGEST, engine.max_model_len - len(prompt)),
+                    "seed": sampling.seed + num_begun,
+                }
                 params = SamplingParams(**sampled)  # type: ignore[arg-type]
-                scheduler.add(Sequence(Request(num_begun, str(num_begun), params, files.eos_token_ids, arrived_at=float(num_begun)), Tokens(list(prompt))))
+                scheduler.add(
+                    Sequence(
+                        Request(num_begun, str(num_begun), params, files.eos_token_ids, arrived_at=float(num_begun)),
+                        Tokens(list(prompt)),
+                    )
+                )
                 num_begun += 1
             if run_step(scheduler, decide, is_over=is_over) is None:
                 break

@@ -13,28 +13,89 @@ MAX_PROMPT_BYTES = 64 << 20  # of the file
 MAX_PROMPT_TOKENS = 512
 
 TASKS = (
-    "Explain {} to a child.", "What is {}? Answer in one paragraph.", "Give me five facts about {}.", "Write a short story about {}.",
-    "Write a short poem about {}.", "List the advantages and disadvantages of {}.", "How does one begin to learn about {}?",
-    "Write a polite email to a colleague about {}.", "Summarize what matters most about {} in three sentences.", "Compare {} with something similar.",
-    "Write a dialogue between a teacher and a student about {}.", "What are common mistakes in {}, and how are they avoided?",
-    "Make a step-by-step plan for a week of {}.", "Write a Python function that has to do with {}, with a docstring.",
-    "Write a JSON object that describes {}, with at least six fields.", "Write a Markdown table about {}.", "Write a product description for {}.",
-    "Ask me ten quiz questions about {}, with the answers.", "Tell the history of {} briefly.", "Write a news report about {}.",
-    "Write an HTML page with a heading and a list about {}.", "What would happen without {}?", "Write a review of a book about {}.",
+    "Explain {} to a child.",
+    "What is {}? Answer in one paragraph.",
+    "Give me five facts about {}.",
+    "Write a short story about {}.",
+    "Write a short poem about {}.",
+    "List the advantages and disadvantages of {}.",
+    "How does one begin to learn about {}?",
+    "Write a polite email to a colleague about {}.",
+    "Summarize what matters most about {} in three sentences.",
+    "Compare {} with something similar.",
+    "Write a dialogue between a teacher and a student about {}.",
+    "What are common mistakes in {}, and how are they avoided?",
+    "Make a step-by-step plan for a week of {}.",
+    "Write a Python function that has to do with {}, with a docstring.",
+    "Write a JSON object that describes {}, with at least six fields.",
+    "Write a Markdown table about {}.",
+    "Write a product description for {}.",
+    "Ask me ten quiz questions about {}, with the answers.",
+    "Tell the history of {} briefly.",
+    "Write a news report about {}.",
+    "Write an HTML page with a heading and a list about {}.",
+    "What would happen without {}?",
+    "Write a review of a book about {}.",
     "Argue for {}, and then against it.",
-)  # fmt: skip
+)
 TOPICS = (
-    "the water cycle", "gardening", "chess", "black holes", "bread", "public libraries", "electric cars", "the Roman Empire", "sleep", "photography",
-    "a lighthouse keeper", "recycling", "bees", "a job interview", "football", "volcanoes", "budgeting", "the stock market", "a robot that paints",
-    "railways", "coffee", "sorting a list", "prime numbers", "weather forecasts", "a village by the sea", "medicine in the Middle Ages", "online privacy",
-    "learning the piano", "a birthday party", "the human heart", "hiking in the mountains", "databases", "parsing text", "renewable energy", "cats",
-    "a lost letter", "climate", "cooking pasta", "a weather station", "bicycles", "museums", "time zones", "a school for dragons", "the moon",
-    "writing clear sentences", "first aid", "counting words", "a small business", "vaccines", "the ocean",
-)  # fmt: skip
+    "the water cycle",
+    "gardening",
+    "chess",
+    "black holes",
+    "bread",
+    "public libraries",
+    "electric cars",
+    "the Roman Empire",
+    "sleep",
+    "photography",
+    "a lighthouse keeper",
+    "recycling",
+    "bees",
+    "a job interview",
+    "football",
+    "volcanoes",
+    "budgeting",
+    "the stock market",
+    "a robot that paints",
+    "railways",
+    "coffee",
+    "sorting a list",
+    "prime numbers",
+    "weather forecasts",
+    "a village by the sea",
+    "medicine in the Middle Ages",
+    "online privacy",
+    "learning the piano",
+    "a birthday party",
+    "the human heart",
+    "hiking in the mountains",
+    "databases",
+    "parsing text",
+    "renewable energy",
+    "cats",
+    "a lost letter",
+    "climate",
+    "cooking pasta",
+    "a weather station",
+    "bicycles",
+    "museums",
+    "time zones",
+    "a school for dragons",
+    "the moon",
+    "writing clear sentences",
+    "first aid",
+    "counting words",
+    "a small business",
+    "vaccines",
+    "the ocean",
+)
 
 
 def read_prompts(source: str) -> list[str]:
-    """A file's lines, each a prompt; or `default`: the built-in ones, in an order that mixes them but is always the same. Raises StartupError."""
+    """A file's lines, each a prompt; or `default`: the built-in ones, in an order that mixes them
+    but is always the same. Raises StartupError.
+    """
     if source == DEFAULT_PROMPTS:
         prompts = [task.format(topic) for task, topic in product(TASKS, TOPICS)]
         return sorted(prompts, key=lambda prompt: hashlib.sha256(prompt.encode()).digest())
@@ -54,17 +115,26 @@ def read_prompts(source: str) -> list[str]:
 
 
 def encode_prompts(prompts: list[str], files: ModelFiles) -> list[list[int]]:
-    """Each prompt's tokens, as the user's word in a chat where the model has a chat template, and as it is elsewhere. Raises StartupError."""
+    """Each prompt's tokens, as the user's word in a chat where the model has a chat template, and
+    as it is elsewhere. Raises StartupError.
+    """
     tokenizer = _load_tokenizer(files)
     try:
         if files.has_chat_template:
-            texts = [tokenizer.apply_chat_template([{"role": "user", "content": each}], tokenize=False, add_generation_prompt=True) for each in prompts]
+            texts = [
+                tokenizer.apply_chat_template(
+                    [{"role": "user", "content": each}], tokenize=False, add_generation_prompt=True
+                )
+                for each in prompts
+            ]
         else:
             texts = prompts
         encoded = tokenizer(texts, add_special_tokens=not files.has_chat_template, verbose=False)["input_ids"]
     except Exception as error:  # a template raises what it likes, and so does a tokenizer
         raise StartupError(f"{files.weights}: the prompts can't be encoded: {words_of(error)}") from None
-    longest = next((prompt for prompt, ids in zip(prompts, encoded, strict=True) if not 0 < len(ids) <= MAX_PROMPT_TOKENS), None)
+    longest = next(
+        (prompt for prompt, ids in zip(prompts, encoded, strict=True) if not 0 < len(ids) <= MAX_PROMPT_TOKENS), None
+    )
     if longest is not None:
         raise StartupError(f"a prompt has no tokens, or more than {MAX_PROMPT_TOKENS}: {longest[:60]!r}")
     return [list(ids) for ids in encoded]

@@ -87,7 +87,9 @@ class Chat:
         return next(iter(self.models.values()))
 
     def find_model(self, name: str) -> ServedModel:
-        """Raises StartupError for a name that the server does not serve; one that isn't Penstock may serve more than it lists."""
+        """Raises StartupError for a name that the server does not serve; one that isn't Penstock
+        may serve more than it lists.
+        """
         if name in self.models or not self.server.is_penstock:
             return self.models.get(name, ServedModel(name))
         close = get_close_matches(name, self.models, 1)
@@ -116,12 +118,19 @@ class Chat:
         if is_stopped:
             self.display.notice("stopped")
         if answer.text or not is_stopped:
-            self.conversation.add(question, answer.text, answer.usage.num_prompt_tokens + answer.usage.num_output_tokens if answer.usage else 0, images)
+            self.conversation.add(
+                question,
+                answer.text,
+                answer.usage.num_prompt_tokens + answer.usage.num_output_tokens if answer.usage else 0,
+                images,
+            )
             self.images = ()
         return answer
 
     def _receive(self, question: str, answer: ChatAnswer) -> None:
-        """The whole answer; with fewer of the oldest turns, while the server says that all are too many. Raises ChatError."""
+        """The whole answer; with fewer of the oldest turns, while the server says that all are too
+        many. Raises ChatError.
+        """
         while True:
             try:
                 self._stream(question, answer)
@@ -134,7 +143,11 @@ class Chat:
 
     def _stream(self, question: str, answer: ChatAnswer) -> None:
         body: dict[str, Any] = {"model": self.model.name, "messages": self.conversation.messages(question, self.images)}
-        body |= {name: value for name in ("temperature", "max_tokens", "seed") if (value := getattr(self.options, name)) is not None}
+        body |= {
+            name: value
+            for name in ("temperature", "max_tokens", "seed")
+            if (value := getattr(self.options, name)) is not None
+        }
         started_at = time.monotonic()
         for piece in self.server.answer(body):
             now = time.monotonic() - started_at
@@ -154,7 +167,9 @@ class Chat:
 
     def _say_dropped(self, count: int) -> None:
         if count:
-            self.display.notice(f"the context is full: forgot the oldest {'turn' if count == 1 else f'{count} turns'} of this chat")
+            self.display.notice(
+                f"the context is full: forgot the oldest {'turn' if count == 1 else f'{count} turns'} of this chat"
+            )
 
     def command(self, name: str, argument: str) -> bool:
         """Carry a command out. Returns whether the chat goes on."""
@@ -194,7 +209,11 @@ class Chat:
         except StartupError as error:
             self.say(f"error: {error}")
             return
-        self.say("\n".join(f"{'*' if each == self.model.name else ' '} {each}" for each in self.models) if not name else f"now with {self.model.name}")
+        self.say(
+            "\n".join(f"{'*' if each == self.model.name else ' '} {each}" for each in self.models)
+            if not name
+            else f"now with {self.model.name}"
+        )
 
     def add_image(self, path: str) -> None:
         try:
@@ -202,7 +221,11 @@ class Chat:
         except StartupError as error:
             self.say(f"error: {error}")
             return
-        self.say(f"{len(self.images)} image{'s' * (len(self.images) != 1)} with the next question" if path else "/image FILE: which one?")
+        self.say(
+            f"{len(self.images)} image{'s' * (len(self.images) != 1)} with the next question"
+            if path
+            else "/image FILE: which one?"
+        )
 
     def save(self, path: str) -> None:
         if not path:
@@ -237,14 +260,18 @@ class Chat:
 
 
 def chat(options: ChatSettings, question: str) -> int:
-    """Until Ctrl-D; with a question, or with standard input that is no terminal, one answer. Returns the exit code. Raises StartupError."""
+    """Until Ctrl-D; with a question, or with standard input that is no terminal, one answer.
+    Returns the exit code. Raises StartupError.
+    """
     is_interactive = sys.stdin.isatty() and not question
     question = question if is_interactive else whole_question(question)
     server = Server(options.url)
     try:
         one = Chat(server, options, make_display())
         if is_interactive:
-            with on_interrupt(signal.SIG_IGN):  # between two answers Ctrl-C is the prompt's, which reads keys; as a signal it would end the chat
+            with on_interrupt(
+                signal.SIG_IGN
+            ):  # between two answers Ctrl-C is the prompt's, which reads keys; as a signal it would end the chat
                 converse(one)
             return 0
         answer = one.ask(question)
@@ -270,7 +297,9 @@ def read_image(path: str) -> str:
 
 
 def whole_question(question: str) -> str:
-    """The question of the command line, and below it what standard input holds. Raises StartupError if that is nothing, or too much."""
+    """The question of the command line, and below it what standard input holds. Raises StartupError
+    if that is nothing, or too much.
+    """
     piped = "" if sys.stdin.isatty() else sys.stdin.buffer.read(MAX_QUESTION_BYTES + 1).decode("utf-8", "replace")
     if len(piped) > MAX_QUESTION_BYTES:
         raise StartupError(f"standard input holds more than a question can: {MAX_QUESTION_BYTES >> 20} MiB")

@@ -29,11 +29,15 @@ class ChatHistory:
         messages: list[tuple[str, Any]] = [("system", self.system)] if self.system else []
         for turn in self.turns:
             messages += [("user", content_of(turn.question, turn.images)), ("assistant", turn.answer)]
-        return [{"role": role, "content": content} for role, content in [*messages, ("user", content_of(question, images))]]
+        return [
+            {"role": role, "content": content} for role, content in [*messages, ("user", content_of(question, images))]
+        ]
 
     def add(self, question: str, answer: str, total_tokens: int, images: tuple[str, ...] = ()) -> None:
         """total_tokens: of the whole conversation as the server counted it; 0: it did not."""
-        self.turns.append(ChatTurn(question, answer, max(0, total_tokens - sum(turn.num_tokens for turn in self.turns)), images))
+        self.turns.append(
+            ChatTurn(question, answer, max(0, total_tokens - sum(turn.num_tokens for turn in self.turns)), images)
+        )
 
     def trim(self, question: str, max_model_len: int) -> int:
         """Drop the oldest turns until the question fits, with room for an answer. Returns how many that were.
@@ -49,13 +53,19 @@ class ChatHistory:
         return num_dropped
 
     def save(self, path: Path, model: str) -> None:
-        """Write it down, as Chat Completions' messages (.json) or as Markdown. Raises OSError, FileExistsError among them."""
+        """Write it down, as Chat Completions' messages (.json) or as Markdown. Raises OSError,
+        FileExistsError among them.
+        """
         speeches: list[tuple[Literal["System", "You"] | str, str]] = [("System", self.system)] if self.system else []
         for turn in self.turns:
             speeches += [("You", turn.question), (model, turn.answer)]
         if path.suffix == ".json":
             roles = {"System": "system", "You": "user"}
-            text = json.dumps([{"role": roles.get(name, "assistant"), "content": content} for name, content in speeches], ensure_ascii=False, indent=2)
+            text = json.dumps(
+                [{"role": roles.get(name, "assistant"), "content": content} for name, content in speeches],
+                ensure_ascii=False,
+                indent=2,
+            )
         else:
             text = "\n\n".join(f"## {name}\n\n{content}" for name, content in speeches)
         with path.open("x", encoding="utf-8") as file:
@@ -64,4 +74,8 @@ class ChatHistory:
 
 def content_of(question: str, images: tuple[str, ...]) -> str | list[dict[str, Any]]:
     """A message's content: the images, then the text."""
-    return [*({"type": "image_url", "image_url": {"url": url}} for url in images), {"type": "text", "text": question}] if images else question
+    return (
+        [*({"type": "image_url", "image_url": {"url": url}} for url in images), {"type": "text", "text": question}]
+        if images
+        else question
+    )

@@ -1,6 +1,8 @@
-"""How an answer is shown: as it is where output goes to a file or a pipe; as Markdown on a terminal, drawn while it comes.
+"""How an answer is shown: as it is where output goes to a file or a pipe; as Markdown on a
+terminal, drawn while it comes.
 
-What is drawn grows at its end, so of each drawing only the lines that differ from the last are written, in one go: nothing flickers, and what has
+What is drawn grows at its end, so of each drawing only the lines that differ from the last are
+written, in one go: nothing flickers, and what has
 scrolled away is not touched.
 """
 
@@ -22,12 +24,21 @@ from rich.text import Text
 from rich.theme import Theme
 
 DRAW_EVERY_S = 0.05
-DRAWING_SHARE = 5  # times as long as a drawing took, none follows: a list of a thousand points is one block, and takes its time
+DRAWING_SHARE = (
+    5  # times as long as a drawing took, none follows: a list of a thousand points is one block, and takes its time
+)
 THEME = Theme({"markdown.code": "bold cyan", "markdown.h1": "bold underline"})  # readable on a light terminal, too
-CONTROLS = dict.fromkeys([*range(9), *range(11, 32), *range(127, 160)])  # all but tab and newline: a model must not steer the terminal
+CONTROLS = dict.fromkeys(
+    [*range(9), *range(11, 32), *range(127, 160)]
+)  # all but tab and newline: a model must not steer the terminal
 PADDING = re.compile(r" +((?:\x1b\[[0-9;]*m)*)$")  # rich fills lines up, which a copy would have
-MARK_PASTES, NO_MARKS = "\x1b[?2004h", "\x1b[?2004l"  # a terminal puts marks around a paste, which the prompt then knows as one
-PARSER = MarkdownIt("commonmark", {"html": False}).enable(["strikethrough", "table"])  # <tags> that a model writes are text
+MARK_PASTES, NO_MARKS = (
+    "\x1b[?2004h",
+    "\x1b[?2004l",
+)  # a terminal puts marks around a paste, which the prompt then knows as one
+PARSER = MarkdownIt("commonmark", {"html": False}).enable(
+    ["strikethrough", "table"]
+)  # <tags> that a model writes are text
 
 
 class Display(Protocol):
@@ -113,8 +124,12 @@ class TerminalDisplay:
 class Region:
     """Text at the end of the screen that grows. Between drawings the cursor stands at the end of its last line."""
 
-    def __init__(self, console: Console, render: Callable[[str], RenderableType], settled: Callable[[str], int]) -> None:
-        """settled: how many characters the first block of a text has, if that will not change any more, whatever follows; else 0."""
+    def __init__(
+        self, console: Console, render: Callable[[str], RenderableType], settled: Callable[[str], int]
+    ) -> None:
+        """settled: how many characters the first block of a text has, if that will not change any
+        more, whatever follows; else 0.
+        """
         self.console = console
         self.render = render
         self.settled = settled
@@ -171,13 +186,17 @@ class Region:
     def _replace(self, lines: list[str]) -> None:
         """Have these lines stand where the present ones do."""
         old = self._lines
-        num_same = next((number for number, (a, b) in enumerate(zip(old, lines, strict=False)) if a != b), min(len(old), len(lines)))
+        num_same = next(
+            (number for number, (a, b) in enumerate(zip(old, lines, strict=False)) if a != b), min(len(old), len(lines))
+        )
         if num_same == len(old) == len(lines):
             return
         if num_same == len(lines) and num_same:
             num_same -= 1  # fewer lines than before: the cursor belongs at the end of the last
         height, width = self.console.height, self.console.width
-        rows = [max(1, math.ceil(Text.from_ansi(line).cell_len / width)) for line in old]  # of lines that were drawn for another width, several
+        rows = [
+            max(1, math.ceil(Text.from_ansi(line).cell_len / width)) for line in old
+        ]  # of lines that were drawn for another width, several
         while num_same < len(old) and sum(rows[num_same:]) > height:
             num_same += 1  # out of reach: it has scrolled away
         new = "\n".join(lines[num_same:])
@@ -239,7 +258,11 @@ def clean(text: str) -> str:
 
 def make_display() -> Display:
     console = make_console()
-    return TerminalDisplay(console) if console.is_terminal and not console.is_dumb_terminal else PlainDisplay(sys.stdout, sys.stderr)
+    return (
+        TerminalDisplay(console)
+        if console.is_terminal and not console.is_dumb_terminal
+        else PlainDisplay(sys.stdout, sys.stderr)
+    )
 
 
 def make_console() -> Console:
@@ -258,7 +281,9 @@ def on_interrupt(handler: Callable[[int, FrameType | None], object] | signal.Han
 
 @contextmanager
 def quiet_keyboard() -> Iterator[None]:
-    """Keeps what is typed or pasted while an answer comes for the next question, and does not show in between. Ctrl-C works."""
+    """Keeps what is typed or pasted while an answer comes for the next question, and does not show
+    in between. Ctrl-C works.
+    """
     if not sys.stdin.isatty():
         yield
         return

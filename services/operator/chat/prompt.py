@@ -68,10 +68,16 @@ class Prompt:
     def __init__(self, commands: list[str]) -> None:
         """commands: what the Tab key completes at the beginning."""
         self.session: PromptSession[str] = PromptSession(
-            history=open_history(HISTORY), key_bindings=bindings(), multiline=True, prompt_continuation=lambda *_: "  ",
-            completer=WordCompleter(commands, sentence=True), complete_while_typing=False, enable_suspend=True,
-            editing_mode=EditingMode.EMACS, output=None if sys.stdout.isatty() else create_output(stdout=sys.stderr),
-        )  # fmt: skip
+            history=open_history(HISTORY),
+            key_bindings=bindings(),
+            multiline=True,
+            prompt_continuation=lambda *_: "  ",
+            completer=WordCompleter(commands, sentence=True),
+            complete_while_typing=False,
+            enable_suspend=True,
+            editing_mode=EditingMode.EMACS,
+            output=None if sys.stdout.isatty() else create_output(stdout=sys.stderr),
+        )
 
     def ask(self) -> str | None:
         """The line that was typed; None at the end (Ctrl-D). Raises KeyboardInterrupt for Ctrl-C."""

@@ -1,4 +1,5 @@
-"""The server that a chat talks to, over HTTP: its models, and its answers as they stream. Any that speaks Chat Completions will do; an answer of
+"""The server that a chat talks to, over HTTP: its models, and its answers as they stream. Any that
+speaks Chat Completions will do; an answer of
 Penstock's goes on where a connection broke off (docs/use/chat.md, Streams)."""
 
 import json
@@ -17,14 +18,18 @@ from shared.process.errors import PenstockError, StartupError, words_of
 
 KEYS = ("PENSTOCK_API_KEY", "OPENAI_API_KEY")  # in the environment: the first that is set goes along as a bearer token
 CONNECT_TIMEOUT_S = 10.0
-SILENCE_TIMEOUT_S = 60.0  # Penstock sends a comment every few seconds; others may think for minutes before their first byte
+SILENCE_TIMEOUT_S = (
+    60.0  # Penstock sends a comment every few seconds; others may think for minutes before their first byte
+)
 PATIENCE_S = 60.0  # without a single event, before a broken answer is given up
 TELL_AFTER_S = 2.0  # without one, the user sees a notice; a gateway that died is mostly back by then
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.2, 3.0  # between two tries
 MAX_ERROR_CHARACTERS = 2000
 UNAVAILABLE = (502, 503, 504)
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
-CONTEXT_FULL = re.compile(r"maximum context length|context_length_exceeded|exceed_context_size|available context size", re.IGNORECASE)
+CONTEXT_FULL = re.compile(
+    r"maximum context length|context_length_exceeded|exceed_context_size|available context size", re.IGNORECASE
+)
 
 
 class ChatError(PenstockError):
@@ -88,9 +93,12 @@ class Server:
             raise StartupError(f"--url {url}: not http://host:port, nor https://host/v1")
         base = self.url.rstrip("/") if parsed.path.strip("/") else f"{self.url.rstrip('/')}/v1"
         self.http = httpx.Client(
-            base_url=base, headers=_authorization(), follow_redirects=True,
-            timeout=httpx.Timeout(CONNECT_TIMEOUT_S, read=None), trust_env=parsed.host not in LOOPBACK,
-        )  # fmt: skip
+            base_url=base,
+            headers=_authorization(),
+            follow_redirects=True,
+            timeout=httpx.Timeout(CONNECT_TIMEOUT_S, read=None),
+            trust_env=parsed.host not in LOOPBACK,
+        )
         self.is_penstock = False  # whose answers can be resumed
 
     def close(self) -> None:
@@ -101,16 +109,24 @@ class Server:
         try:
             response = self.http.get("/models", timeout=CONNECT_TIMEOUT_S)
         except httpx.HTTPError as error:
-            raise StartupError(f"no server at {self.url}: is Penstock up? penstock up starts it, --url names another ({words_of(error)})") from None
+            raise StartupError(
+                f"no server at {self.url}: is Penstock up? penstock up starts it, --url names another "
+                f"({words_of(error)})"
+            ) from None
         if response.status_code != 200:
             raise StartupError(f"{self.url}: {error_message(response)}")
         try:
             cards = [card for card in response.json()["data"] if isinstance(card["id"], str)]
         except (ValueError, KeyError, TypeError):
-            raise StartupError(f"{self.url} answers, but not as an OpenAI-compatible server does: --url takes one, as https://host/v1") from None
+            raise StartupError(
+                f"{self.url} answers, but not as an OpenAI-compatible server does: --url takes one, as https://host/v1"
+            ) from None
         self.is_penstock = any(card.get("owned_by") == "penstock" for card in cards)
         lengths = [card.get("max_model_len") for card in cards]
-        return [ServedModel(card["id"], length if isinstance(length, int) else None) for card, length in zip(cards, lengths, strict=True)]
+        return [
+            ServedModel(card["id"], length if isinstance(length, int) else None)
+            for card, length in zip(cards, lengths, strict=True)
+        ]
 
     def answer(self, body: dict[str, Any]) -> Iterator[AnswerDelta]:
         """The answer to a request of Chat Completions, piece by piece, to its end. Raises ChatError."""
@@ -210,7 +226,9 @@ def read_chunk(chunk: dict[str, Any]) -> AnswerDelta:
         return AnswerDelta(usage=counted)
     delta = choices[0].get("delta") or {}
     reasoning = delta.get("reasoning_content") or delta.get("reasoning") or ""
-    return AnswerDelta(str(delta.get("content") or ""), str(reasoning), str(choices[0].get("finish_reason") or ""), counted)
+    return AnswerDelta(
+        str(delta.get("content") or ""), str(reasoning), str(choices[0].get("finish_reason") or ""), counted
+    )
 
 
 def error_message(response: httpx.Response) -> str:

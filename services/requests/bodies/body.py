@@ -29,38 +29,102 @@ Table = dict[str, tuple[Any, ...]]  # by field, the values that ask for nothing
 ANYTHING: tuple[Any, ...] = ("anything",)
 REFUSED: tuple[Any, ...] = ()
 
-# What llama.cpp's own endpoints and OpenAI's take alike. Not in it are samplers, repeat_last_n, min_keep, n_indent, t_max_predict_ms: its clients send
+# What llama.cpp's own endpoints and OpenAI's take alike. Not in it are samplers, repeat_last_n,
+# min_keep, n_indent, t_max_predict_ms: its clients send
 # them with every request, so they are passed over, and named
 OF_LLAMA_CPP: Table = {
-    "cache_prompt": ANYTHING, "grammar_lazy": (False,), "id_slot": ANYTHING, "lora": REFUSED, "mirostat": (0,), "mirostat_eta": ANYTHING,
-    "mirostat_tau": ANYTHING, "n_cache_reuse": ANYTHING, "n_keep": ANYTHING, "post_sampling_probs": (False,), "tfs_z": (1,),
-}  # fmt: skip
+    "cache_prompt": ANYTHING,
+    "grammar_lazy": (False,),
+    "id_slot": ANYTHING,
+    "lora": REFUSED,
+    "mirostat": (0,),
+    "mirostat_eta": ANYTHING,
+    "mirostat_tau": ANYTHING,
+    "n_cache_reuse": ANYTHING,
+    "n_keep": ANYTHING,
+    "post_sampling_probs": (False,),
+    "tfs_z": (1,),
+}
 # Samplers, constraints and adapters of other servers
-OF_OTHER_SERVERS: Table = dict.fromkeys(
-    (
-        "dry_range", "ebnf", "epsilon_cutoff", "eta_cutoff", "grammar", "guidance_scale", "guided_whitespace_pattern", "json_schema", "kv_transfer_params",
-        "logits_processors", "logprob_token_ids", "lora_path", "lora_request", "negative_prompt", "no_repeat_ngram_size", "regex",
-        "repetition_detection", "repetition_penalty_range", "smoothing_factor", "structural_tag", "tfs", "thinking_token_budget", "top_a", "vllm_xargs",
-    ),
-    REFUSED,
-) | OF_LLAMA_CPP | {
-    "custom_token_bans": REFUSED, "n_probs": (0,), "parse_tool_calls": (True,), "reasoning_budget_tokens": (-1,), "reasoning_format": ("auto", "deepseek"),
-    "thinking_budget_tokens": (-1,), "thinking_forced_open": (False,), "truncation_side": ("left",),  # truncate_prompt_tokens keeps the end
-}  # fmt: skip
-OF_REQUESTS: Table = {name: values for name, values in OF_OTHER_SERVERS.items() if name not in ("grammar", "json_schema")} | {
-    "audio": REFUSED, "detokenize": (True,), "guided_decoding_backend": ANYTHING, "images": REFUSED, "metadata": ANYTHING, "modalities": (["text"],),
-    "prediction": ANYTHING, "prompt_embeds": REFUSED, "safety_identifier": ANYTHING, "service_tier": ANYTHING,
+OF_OTHER_SERVERS: Table = (
+    dict.fromkeys(
+        (
+            "dry_range",
+            "ebnf",
+            "epsilon_cutoff",
+            "eta_cutoff",
+            "grammar",
+            "guidance_scale",
+            "guided_whitespace_pattern",
+            "json_schema",
+            "kv_transfer_params",
+            "logits_processors",
+            "logprob_token_ids",
+            "lora_path",
+            "lora_request",
+            "negative_prompt",
+            "no_repeat_ngram_size",
+            "regex",
+            "repetition_detection",
+            "repetition_penalty_range",
+            "smoothing_factor",
+            "structural_tag",
+            "tfs",
+            "thinking_token_budget",
+            "top_a",
+            "vllm_xargs",
+        ),
+        REFUSED,
+    )
+    | OF_LLAMA_CPP
+    | {
+        "custom_token_bans": REFUSED,
+        "n_probs": (0,),
+        "parse_tool_calls": (True,),
+        "reasoning_budget_tokens": (-1,),
+        "reasoning_format": ("auto", "deepseek"),
+        "thinking_budget_tokens": (-1,),
+        "thinking_forced_open": (False,),
+        "truncation_side": ("left",),  # truncate_prompt_tokens keeps the end
+    }
+)
+OF_REQUESTS: Table = {
+    name: values for name, values in OF_OTHER_SERVERS.items() if name not in ("grammar", "json_schema")
+} | {
+    "audio": REFUSED,
+    "detokenize": (True,),
+    "guided_decoding_backend": ANYTHING,
+    "images": REFUSED,
+    "metadata": ANYTHING,
+    "modalities": (["text"],),
+    "prediction": ANYTHING,
+    "prompt_embeds": REFUSED,
+    "safety_identifier": ANYTHING,
+    "service_tier": ANYTHING,
     "spaces_between_special_tokens": (True, False),  # of slow tokenizers
     "store": (True, False),
-}  # fmt: skip
-OF_CHATS: Table = {name: values for name, values in OF_REQUESTS.items() if name != "prediction"} | {"prompt": REFUSED, "suffix": REFUSED}
+}
+OF_CHATS: Table = {name: values for name, values in OF_REQUESTS.items() if name != "prediction"} | {
+    "prompt": REFUSED,
+    "suffix": REFUSED,
+}
 OF_COMPLETIONS: Table = OF_REQUESTS | {
-    "add_generation_prompt": (True,), "continue_final_message": (False,), "messages": REFUSED, "parallel_tool_calls": (True, False),
-    "tool_choice": ("none", "auto"), "tools": REFUSED, "verbosity": ("medium",),
-}  # fmt: skip
+    "add_generation_prompt": (True,),
+    "continue_final_message": (False,),
+    "messages": REFUSED,
+    "parallel_tool_calls": (True, False),
+    "tool_choice": ("none", "auto"),
+    "tools": REFUSED,
+    "verbosity": ("medium",),
+}
 OF_MESSAGES: Table = {
-    "annotations": ANYTHING, "audio": REFUSED, "images": REFUSED, "parsed": ANYTHING, "prefix": (False,), "provider_specific_fields": ANYTHING,
-}  # fmt: skip
+    "annotations": ANYTHING,
+    "audio": REFUSED,
+    "images": REFUSED,
+    "parsed": ANYTHING,
+    "prefix": (False,),
+    "provider_specific_fields": ANYTHING,
+}
 OF_CALLS: Table = {"parsed_arguments": ANYTHING}  # that the openai package's parse() adds, and sends back
 
 MAX_UNKNOWN = 8  # of the refused fields of an object, so many are named
@@ -69,8 +133,12 @@ OUT_OF_RANGE = ("greater_than", "greater_than_equal", "less_than", "less_than_eq
 
 class Body(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
-    neutral: ClassVar[dict[str, tuple[Any, ...]]] = {}  # fields that are not here, and which values of them ask for nothing; any other is refused
-    sampling_parameters: ClassVar[dict[str, Parameter]] = {}  # its parameters, by their names here; parameters.py sets them
+    neutral: ClassVar[
+        dict[str, tuple[Any, ...]]
+    ] = {}  # fields that are not here, and which values of them ask for nothing; any other is refused
+    sampling_parameters: ClassVar[
+        dict[str, Parameter]
+    ] = {}  # its parameters, by their names here; parameters.py sets them
     integers: ClassVar[dict[str, tuple[float, float]]] = {}  # fields that take one, or several: the least, the largest
 
     _passed_over: tuple[str, ...] = PrivateAttr(())  # of this object
@@ -122,7 +190,11 @@ class Body(BaseModel):
             return str(error["msg"])
         own = cls.sampling_parameters.get(field)
         least, largest = own.accepted if own is not None and own.accepted is not None else cls.integers[field]
-        return f"expected an integer from {least} to {largest}" if math.isfinite(largest - least) else "expected an integer of 64 bits"
+        return (
+            f"expected an integer from {least} to {largest}"
+            if math.isfinite(largest - least)
+            else "expected an integer of 64 bits"
+        )
 
     @property
     def passed_over(self) -> list[str]:
@@ -145,7 +217,9 @@ class Body(BaseModel):
 
 
 def _refused(key: str) -> InitErrorDetails:
-    return InitErrorDetails(type=PydanticCustomError("extra_forbidden", "unknown field", {"at": f".{shortened(key)}"}), loc=(), input=None)
+    return InitErrorDetails(
+        type=PydanticCustomError("extra_forbidden", "unknown field", {"at": f".{shortened(key)}"}), loc=(), input=None
+    )
 
 
 def _again(error: Any, reason: str) -> InitErrorDetails:
@@ -192,4 +266,8 @@ def without_neutral(value: dict[str, Any], fields: Mapping[str, Any], neutral: T
 def _asks_nothing(key: str, value: Any, fields: Mapping[str, Any], neutral: Table) -> bool:
     if key in fields:
         return value is None and not fields[key].is_required()
-    return value is None or value in ("", [], {}) or (key in neutral and (neutral[key] is ANYTHING or value in neutral[key]))
+    return (
+        value is None
+        or value in ("", [], {})
+        or (key in neutral and (neutral[key] is ANYTHING or value in neutral[key]))
+    )

@@ -23,13 +23,19 @@ CONTENT_SCHEMA = {
             "maxItems": MAX_PARTS,
             "items": {
                 "anyOf": [
-                    {"type": "object", "properties": {"type": {"const": "text"}, "text": {"type": "string"}}, "required": ["type", "text"]},
+                    {
+                        "type": "object",
+                        "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
+                        "required": ["type", "text"],
+                    },
                     {
                         "type": "object",
                         "properties": {
                             "type": {"const": "image_url"},
                             "image_url": {
-                                "type": "object", "properties": {"url": {"type": "string"}, "detail": {"enum": ["auto", "low", "high"]}}, "required": ["url"],
+                                "type": "object",
+                                "properties": {"url": {"type": "string"}, "detail": {"enum": ["auto", "low", "high"]}},
+                                "required": ["url"],
                             },
                         },
                         "required": ["type", "image_url"],
@@ -39,7 +45,7 @@ CONTENT_SCHEMA = {
         },
         {"type": "null"},
     ],
-}  # fmt: skip
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +117,11 @@ def read_image(part: dict[str, Any], path: str) -> GivenImage:
     if given_text[:5].lower() == "data:":
         return GivenImage(place, data=read_data_url(given_text, place), is_low=is_low)
     if len(given_text) > MAX_URL:
-        raise at(place, f"an image in base64 begins with data:image/png;base64, (or jpeg, webp, gif); another URL has at most {MAX_URL} characters")
+        raise at(
+            place,
+            "an image in base64 begins with data:image/png;base64, (or jpeg, webp, gif); another URL has at most "
+            f"{MAX_URL} characters",
+        )
     return GivenImage(place, url=given_text, is_low=is_low)
 
 

@@ -19,11 +19,22 @@ MAX_INPUTS = 2048  # of embeddings, in one request
 
 MAX_SEQUENCES = 128  # prompts times n, in one request
 MAX_PARTS = 4096  # of a message's content
-TEXT_PARTS = {"text": "text", "refusal": "refusal", "input_text": "text", "output_text": "text"}  # the kinds of parts that are text, and where it is
+TEXT_PARTS = {
+    "text": "text",
+    "refusal": "refusal",
+    "input_text": "text",
+    "output_text": "text",
+}  # the kinds of parts that are text, and where it is
 OTHER_MEDIA = {
-    "image_url": "images", "input_image": "images", "image": "images", "input_audio": "audio", "audio_url": "audio", "video_url": "video", "file": "files",
+    "image_url": "images",
+    "input_image": "images",
+    "image": "images",
+    "input_audio": "audio",
+    "audio_url": "audio",
+    "video_url": "video",
+    "file": "files",
     "input_file": "files",
-}  # fmt: skip
+}
 
 OF_PARTS = ("annotations", "cache_control", "prompt_cache_breakpoint")  # fields of a part that change no answer
 
@@ -38,7 +49,12 @@ PROMPT_SCHEMA = {
         {"type": "string"},
         {"type": "array", "items": {"type": "string"}, "minItems": 1, "maxItems": MAX_SEQUENCES},
         {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1},
-        {"type": "array", "items": {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}, "minItems": 1, "maxItems": MAX_SEQUENCES},
+        {
+            "type": "array",
+            "items": {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1},
+            "minItems": 1,
+            "maxItems": MAX_SEQUENCES,
+        },
     ],
 }
 CONTENT_SCHEMA = {
@@ -48,7 +64,11 @@ CONTENT_SCHEMA = {
         {
             "type": "array",
             "maxItems": MAX_PARTS,
-            "items": {"type": "object", "properties": {"type": {"const": "text"}, "text": {"type": "string"}}, "required": ["type", "text"]},
+            "items": {
+                "type": "object",
+                "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
+                "required": ["type", "text"],
+            },
         },
         {"type": "null"},
     ],
@@ -181,7 +201,14 @@ def kind_of(value: Any) -> str:
         return "null"
     if isinstance(value, float) and abs(value) >= WORD:  # orjson reads integers beyond 64 bits as these
         return "a number beyond 64 bits"
-    names = {bool: "a boolean", int: "an integer", float: "a number with a fraction", str: "a text", list: "a list", dict: "an object"}
+    names = {
+        bool: "a boolean",
+        int: "an integer",
+        float: "a number with a fraction",
+        str: "a text",
+        list: "a list",
+        dict: "an object",
+    }
     return names.get(type(value), type(value).__name__)
 
 
@@ -201,7 +228,15 @@ def refuse_unknown(fields: Any, value: dict[str, Any]) -> None:
 
 TEXTS_SCHEMA = {
     "description": "a text, a list of texts, or a list of objects with a text",
-    "anyOf": [{"type": "string"}, {"type": "array", "items": {"anyOf": [{"type": "string"}, {"type": "object"}]}, "minItems": 1, "maxItems": MAX_INPUTS}],
+    "anyOf": [
+        {"type": "string"},
+        {
+            "type": "array",
+            "items": {"anyOf": [{"type": "string"}, {"type": "object"}]},
+            "minItems": 1,
+            "maxItems": MAX_INPUTS,
+        },
+    ],
 }
 
 

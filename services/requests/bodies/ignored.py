@@ -21,7 +21,9 @@ HEADER = "X-Penstock-Ignored"
 MAX_NAMES = 32  # of one request; it may have a million
 MAX_NAME = 64  # characters
 MAX_REFUSED = 8  # names in one error
-UNSAFE = re.compile(r"[^ -+\--~]")  # what is not printable ASCII, and the comma; a space stands between a schema and its keyword
+UNSAFE = re.compile(
+    r"[^ -+\--~]"
+)  # what is not printable ASCII, and the comma; a space stands between a schema and its keyword
 
 
 @dataclass(slots=True)
@@ -73,12 +75,19 @@ def pass_over(*names: str) -> None:
 def tell_others(value: Mapping[str, Any], known: Container[str], path: str) -> None:
     """Name the fields of an object that are none of those known. A package sends back every field
     that it knows, null where nothing was said."""
-    tell(*islice((f"{path}.{key[:MAX_NAME]}" for key, each in value.items() if key not in known and each is not None), MAX_NAMES + 1))
+    tell(
+        *islice(
+            (f"{path}.{key[:MAX_NAME]}" for key, each in value.items() if key not in known and each is not None),
+            MAX_NAMES + 1,
+        )
+    )
 
 
 def refusal(names: Iterable[str]) -> Invalid:
     named = [name[:MAX_NAME] for name in names][:MAX_REFUSED]
-    return Invalid("; ".join(f"unknown or unsupported field: {name}" for name in named), param=named[0], code="unknown_parameter")
+    return Invalid(
+        "; ".join(f"unknown or unsupported field: {name}" for name in named), param=named[0], code="unknown_parameter"
+    )
 
 
 @contextmanager

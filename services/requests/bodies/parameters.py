@@ -59,7 +59,9 @@ def _field_of(parameter: Parameter, api: Api) -> tuple[Any, Any]:
 
 def _other_name_of(parameter: Parameter) -> tuple[Any, Any]:
     low, high = parameter.bounds or (-math.inf, math.inf)
-    return TYPES[parameter.value_type], Field(None, ge=low, le=high, description=f"llama.cpp's name of {parameter.name}")
+    return TYPES[parameter.value_type], Field(
+        None, ge=low, le=high, description=f"llama.cpp's name of {parameter.name}"
+    )
 
 
 def given_values(body: Body) -> dict[str, Any]:
@@ -71,7 +73,11 @@ def given_values(body: Body) -> dict[str, Any]:
 def params_of(body: Body, **own: Any) -> SamplingParams:
     """The checked params of a body of OpenAI's API. own: values that are not the body's; None: the
     default. Raises Invalid."""
-    values = {each.name: _as_param(each, getattr(body, name)) for name, each in body.sampling_parameters.items() if name not in own}
+    values = {
+        each.name: _as_param(each, getattr(body, name))
+        for name, each in body.sampling_parameters.items()
+        if name not in own
+    }
     return make_params(values | own)
 
 

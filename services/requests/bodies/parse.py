@@ -16,12 +16,25 @@ from shared.process.errors import Invalid
 
 MAX_NAMED = 16  # of the wrong fields of a body
 MAX_BODY_DEPTH = MAX_DEPTH + 16  # levels: so deep stands no value that may have MAX_DEPTH levels of its own
-BRANCHES = ("str", "int", "float", "bool", "word", "named", "allowed", "own", "free", "hosted")  # of a union, which pydantic puts between the parts of a path
+BRANCHES = (
+    "str",
+    "int",
+    "float",
+    "bool",
+    "word",
+    "named",
+    "allowed",
+    "own",
+    "free",
+    "hosted",
+)  # of a union, which pydantic puts between the parts of a path
 B = TypeVar("B", bound=Body)
 
 
 def parse(model: type[B] | Mapping[str, type[B]], data: bytes) -> B:
-    """The body, as a model or as that of the first field that it has. Raises Invalid (400), naming the fields that are wrong."""
+    """The body, as a model or as that of the first field that it has. Raises Invalid (400), naming
+    the fields that are wrong.
+    """
     value = read_object(data.removeprefix(codecs.BOM_UTF8), "body", "invalid_json")
     return check(model if isinstance(model, type) else invoked(model, value), value)
 
@@ -54,12 +67,18 @@ def too_deep(field: str, what: str) -> Invalid:
 
 
 def invoked(kinds: Mapping[str, type[B]], value: dict[str, Any]) -> type[B]:
-    """The kind of a body that came without one: one of its fields says it. Raises Invalid for one that could be none."""
+    """The kind of a body that came without one: one of its fields says it. Raises Invalid for one
+    that could be none.
+    """
     for field, kind in kinds.items():
         if field in value:
             return kind
     *fields, last = kinds
-    raise Invalid(f"missing required parameter: {', '.join(fields)} or {last}", param=next(iter(kinds)), code="missing_required_parameter")
+    raise Invalid(
+        f"missing required parameter: {', '.join(fields)} or {last}",
+        param=next(iter(kinds)),
+        code="missing_required_parameter",
+    )
 
 
 def check(model: type[B], value: dict[str, Any], rename: Callable[[str], str] = str) -> B:
@@ -101,7 +120,9 @@ def path_of(error: Any) -> str:
     """The field as a client would write it: messages[0].content. A union puts type names between
     the parts of the path."""
     path = [part for part in error["loc"] if not (isinstance(part, str) and ("[" in part or part in BRANCHES))]
-    name = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path) + str(error.get("ctx", {}).get("at", ""))
+    name = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path) + str(
+        error.get("ctx", {}).get("at", "")
+    )
     return name.lstrip(".")
 
 

@@ -31,7 +31,10 @@ def cells_of(settings: RequestSettings) -> list[Cell]:
     cells = [Cell(HOME, settings.redis_url)]
     for number, said in enumerate(settings.cell, 1):
         if (found := CELL.fullmatch(said)) is None:
-            example = "NAME=REDIS_URL is, as in b=redis://10.0.0.6:6379/0; a name has up to 16 small letters, digits and hyphens"
+            example = (
+                "NAME=REDIS_URL is, as in b=redis://10.0.0.6:6379/0; a name has up to 16 small letters, digits and "
+                "hyphens"
+            )
             raise StartupError(f"--cell: number {number} is no cell: {example}")
         cell = Cell(found[1], found[2])
         try:
@@ -39,7 +42,9 @@ def cells_of(settings: RequestSettings) -> list[Cell]:
         except ValueError as error:
             raise StartupError(f"--cell {cell.name}: not a Redis URL: {wrong_url(cell.redis_url, error)}") from None
         if any(cell.mark == other.mark for other in cells):
-            raise StartupError(f"--cell {cell.name}: another cell has this name, or one whose responses could not be told from its own")
+            raise StartupError(
+                f"--cell {cell.name}: another cell has this name, or one whose responses could not be told from its own"
+            )
         if (like := next((other for other in cells if other.redis_url == cell.redis_url), None)) is not None:
             raise StartupError(f"--cell {cell.name}: it has the Redis of the cell {like.name}")
         cells.append(cell)

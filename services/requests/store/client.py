@@ -56,7 +56,9 @@ class AsyncNodes(Nodes):
     async def discover_master(self, _: str) -> tuple[str, int]:  # type: ignore[override]
         for address in tuple(self.addresses):
             try:
-                async with redis.asyncio.Redis(host=address[0], port=address[1], retry=Retry(NoBackoff(), 0), **self.named.own_options) as node:
+                async with redis.asyncio.Redis(
+                    host=address[0], port=address[1], retry=Retry(NoBackoff(), 0), **self.named.own_options
+                ) as node:
                     slots = await node.execute_command("CLUSTER SLOTS")  # type: ignore[no-untyped-call]
             except DENIED:
                 raise
@@ -94,13 +96,25 @@ def connect(settings: StageSettings, max_connections: int = MAX_CONNECTIONS) -> 
     """A client whose commands wait for one of so many connections. (redis-py's own pool refuses a
     command when all are taken: by default the 101st at once.)"""
     options: dict[str, Any] = {
-        "max_connections": max_connections, "timeout": CONNECTION_TIMEOUT_S, "retry": Retry(NoBackoff(), 0), "socket_connect_timeout": 5,
+        "max_connections": max_connections,
+        "timeout": CONNECTION_TIMEOUT_S,
+        "retry": Retry(NoBackoff(), 0),
+        "socket_connect_timeout": 5,
         "socket_timeout": BLOCK_S + REPLY_TIMEOUT_S,
-    }  # fmt: skip
+    }
     if (named := parse_named(settings.redis_url)) is not None:
-        asked = AsyncNodes(named) if named.cell else Sentinel(named.addresses, sentinel_kwargs=named.own_options | {"retry": Retry(NoBackoff(), 0)})  # type: ignore[no-untyped-call]
-        kinds: tuple[type, ...] = (AsyncCellConnection if named.cell else SentinelManagedConnection, *([redis.asyncio.SSLConnection] if named.has_tls else []))
-        pool: BlockingConnectionPool = PrimaryPool(service_name=named.service, sentinel_manager=asked, **options | named.options)
+        asked = (
+            AsyncNodes(named)
+            if named.cell
+            else Sentinel(named.addresses, sentinel_kwargs=named.own_options | {"retry": Retry(NoBackoff(), 0)})  # type: ignore[no-untyped-call]
+        )
+        kinds: tuple[type, ...] = (
+            AsyncCellConnection if named.cell else SentinelManagedConnection,
+            *([redis.asyncio.SSLConnection] if named.has_tls else []),
+        )
+        pool: BlockingConnectionPool = PrimaryPool(
+            service_name=named.service, sentinel_manager=asked, **options | named.options
+        )
     else:
         pool = BlockingConnectionPool.from_url(settings.redis_url, **options)
         kinds = (pool.connection_class,)  # of the URL's scheme

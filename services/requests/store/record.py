@@ -69,7 +69,9 @@ class ResponseRecord:
     traceparent: str = ""  # of its trace; empty: it has none
     resume_within_s: float = 0.0  # stream_options.resume_within_s: its client's leaving cancels it only then
     echoed: str = ""  # what a chat's answer begins with: its last message, which it goes on with
-    checks: Sequence[Sequence[str]] = ()  # as of schemas.prepare.Enforceable: what the answer is held against at its end
+    checks: Sequence[
+        Sequence[str]
+    ] = ()  # as of schemas.prepare.Enforceable: what the answer is held against at its end
     # files of images, by digest: here until it is submitted, and in no record
     images: dict[str, bytes] = field(default_factory=dict)
 
@@ -101,10 +103,21 @@ def read_response(response_id: str, packed: bytes | None) -> ResponseRecord | No
 
 
 def make_record(
-    kind: str, model: str, served_model: str, *, num_prompts: int = 1, n: int = 1, has_usage: bool = False, key: str = "", mark: str = "", **others: Any
+    kind: str,
+    model: str,
+    served_model: str,
+    *,
+    num_prompts: int = 1,
+    n: int = 1,
+    has_usage: bool = False,
+    key: str = "",
+    mark: str = "",
+    **others: Any,
 ) -> ResponseRecord:
     """The record of a new response; others: its further fields."""
-    return ResponseRecord(new_id(kind, key, mark), kind, model, int(time.time()), num_prompts, n, has_usage, served_model, **others)
+    return ResponseRecord(
+        new_id(kind, key, mark), kind, model, int(time.time()), num_prompts, n, has_usage, served_model, **others
+    )
 
 
 def new_id(kind: str, key: str = "", mark: str = "") -> str:
@@ -118,7 +131,9 @@ def choice_params(params: SamplingParams, seed: int | None, choice: int) -> Samp
     return structs.replace(params, seed=(base + choice * GOLDEN) % SEEDS)
 
 
-async def find_record(client: "redis.asyncio.Redis", tenant: Tenant, response_id: str, *, of_all: bool = False) -> ResponseRecord | None:
+async def find_record(
+    client: "redis.asyncio.Redis", tenant: Tenant, response_id: str, *, of_all: bool = False
+) -> ResponseRecord | None:
     """Find the record of this tenant's response; of_all: of any that it may see, as an
     administrator does. None: there is none. Raises what the client raises."""
     packed: Any = await client.get(response_key(response_id))

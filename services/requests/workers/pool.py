@@ -75,9 +75,15 @@ class Helper:
         async with self._starting:
             if self._process is None or self._reading is None or self._reading.done():
                 self._process = await asyncio.create_subprocess_exec(
-                    sys.executable, "-m", self.module, env=environment(),
-                    stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, start_new_session=True, limit=1 << 20,
-                )  # fmt: skip
+                    sys.executable,
+                    "-m",
+                    self.module,
+                    env=environment(),
+                    stdin=asyncio.subprocess.PIPE,
+                    stdout=asyncio.subprocess.PIPE,
+                    start_new_session=True,
+                    limit=1 << 20,
+                )
                 self._reading = asyncio.create_task(self._read(self._process))
             return self._process
 
@@ -186,7 +192,9 @@ class HelperPool:
             num_tries += 1
         raise HelperFailed(self.module)
 
-    async def _ask_in_turn(self, asked: PendingQuestion, question: tuple[bytes, ...], limit_s: float, ends_at: float) -> tuple[int, bytes] | None:
+    async def _ask_in_turn(
+        self, asked: PendingQuestion, question: tuple[bytes, ...], limit_s: float, ends_at: float
+    ) -> tuple[int, bytes] | None:
         loop = asyncio.get_running_loop()
         asked.turn, asked.began_at, asked.is_put_back = loop.create_future(), 0.0, False
         self._waiting.setdefault(asked.tenant_id, deque()).append(asked)

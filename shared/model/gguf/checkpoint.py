@@ -57,7 +57,9 @@ def unpack_vision(mmproj: Path, hidden_size: int) -> Path:
     """The folder with config.json and preprocessor_config.json of an mmproj file. hidden_size: of the
     text's part that it belongs to. Raises StartupError."""
     names = ("config.json", "preprocessor_config.json")
-    return _unpacked((mmproj,), str(hidden_size), lambda: dict(zip(names, read_mmproj(mmproj, hidden_size), strict=True)))
+    return _unpacked(
+        (mmproj,), str(hidden_size), lambda: dict(zip(names, read_mmproj(mmproj, hidden_size), strict=True))
+    )
 
 
 def _unpacked(paths: tuple[Path, ...], other: str, make: Callable[[], dict[str, Any]]) -> Path:
@@ -77,7 +79,10 @@ def _unpacked(paths: tuple[Path, ...], other: str, make: Callable[[], dict[str, 
         _write(folder, files)
         remove_unused(folder)
     except OSError as error:
-        raise StartupError(f"{path}: its tokenizer can't be written to {folder.parent}: {error.strerror}; XDG_CACHE_HOME names another cache") from None
+        raise StartupError(
+            f"{path}: its tokenizer can't be written to {folder.parent}: {error.strerror}; XDG_CACHE_HOME names "
+            "another cache"
+        ) from None
     return folder
 
 

@@ -14,14 +14,30 @@ MAX_LAYERS = 4096
 # of a text and another for the end of a turn.
 END_TOKENS = frozenset(
     {
-        "<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<|endoftext|>", "<|end_of_text|>", "<end_of_turn>", "<|eot|>", "<EOT>", "<|end_of_turn|>",
-        "<|return|>", "<|call|>",
+        "<|eot_id|>",
+        "<|eom_id|>",
+        "<|im_end|>",
+        "<|end|>",
+        "<|endoftext|>",
+        "<|end_of_text|>",
+        "<end_of_turn>",
+        "<|eot|>",
+        "<EOT>",
+        "<|end_of_turn|>",
+        "<|return|>",
+        "<|call|>",
     }
-)  # fmt: skip
+)
 
 
 # Of generation_config.json, what a GGUF file calls the same
-SAMPLING = {"temperature": "temp", "top_p": "top_p", "top_k": "top_k", "min_p": "min_p", "repetition_penalty": "penalty_repeat"}
+SAMPLING = {
+    "temperature": "temp",
+    "top_p": "top_p",
+    "top_k": "top_k",
+    "min_p": "min_p",
+    "repetition_penalty": "penalty_repeat",
+}
 
 
 def make_config(head: GgufHead) -> dict[str, Any]:
@@ -29,13 +45,17 @@ def make_config(head: GgufHead) -> dict[str, Any]:
     metadata that is missing or wrong."""
     family = find_family(head)
     prefix = head.text("general.architecture") + "."
-    hidden, num_heads, num_layers = (head.number(prefix + key) for key in ("embedding_length", "attention.head_count", "block_count"))
+    hidden, num_heads, num_layers = (
+        head.number(prefix + key) for key in ("embedding_length", "attention.head_count", "block_count")
+    )
     if num_layers > MAX_LAYERS:
         raise StartupError(f"{head.path}: {prefix}block_count is {num_layers}; at most {MAX_LAYERS} layers are read")
     head_dim = head_dim_of(head, prefix)
     if not family.has_other_values and head.number(prefix + "attention.value_length", head_dim) != head_dim:
         raise StartupError(f"{head.path}: heads whose keys and values differ in length are not supported")
-    epsilon = head.real(prefix + "attention.layer_norm_rms_epsilon", _real_or_none(head, prefix + "attention.layer_norm_epsilon"))
+    epsilon = head.real(
+        prefix + "attention.layer_norm_rms_epsilon", _real_or_none(head, prefix + "attention.layer_norm_epsilon")
+    )
     if epsilon <= 0:
         raise StartupError(f"{head.path}: the norms' epsilon is {epsilon:g}, not positive")
     config: dict[str, Any] = {
@@ -71,8 +91,16 @@ def make_generation_config(head: GgufHead) -> dict[str, Any]:
     named = [_token_id(head, kind) for kind in ("eos", "eot", "eom")]
     tokens = head.items("tokenizer.ggml.tokens", str)
     kinds = head.items("tokenizer.ggml.token_type", int) if "tokenizer.ggml.token_type" in head.metadata else []
-    by_text = [number for number, (token, kind) in enumerate(zip(tokens, kinds, strict=False)) if kind == CONTROL and token in END_TOKENS]
-    sampling = {name: head.metadata[f"general.sampling.{key}"] for name, key in SAMPLING.items() if f"general.sampling.{key}" in head.metadata}
+    by_text = [
+        number
+        for number, (token, kind) in enumerate(zip(tokens, kinds, strict=False))
+        if kind == CONTROL and token in END_TOKENS
+    ]
+    sampling = {
+        name: head.metadata[f"general.sampling.{key}"]
+        for name, key in SAMPLING.items()
+        if f"general.sampling.{key}" in head.metadata
+    }
     ends = {each for each in [*named, *by_text] if each is not None}
     if "<|return|>" in tokens:  # gpt-oss' vocabulary, where <|end|> ends a message, and others follow
         ends -= {number for number in ends if tokens[number] == "<|end|>"}

@@ -15,12 +15,25 @@ from shared.process.errors import StartupError
 # What changes every answer, by the end of its key, and the values that say that there is none of
 # it. A family that knows of it names it as read.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "attention.causal": (True,), "attention.clamp_kqv": (0,), "attention.max_alibi_bias": (0,), "attention.scale": (0,),
-    "attention.temperature_scale": (0,), "attn_logit_softcapping": (0,), "final_logit_softcapping": (0,), "router_logit_softcapping": (0,),
-    "embedding_scale": (0, 1), "residual_scale": (0, 1), "logit_scale": (0, 1), "expert_count": (0,), "expert_gating_func": (0, 1),
-    "expert_group_count": (0, 1), "expert_weights_scale": (0, 1), "expert_shared_count": (0,), "nextn_predict_layers": (0,),
+    "attention.causal": (True,),
+    "attention.clamp_kqv": (0,),
+    "attention.max_alibi_bias": (0,),
+    "attention.scale": (0,),
+    "attention.temperature_scale": (0,),
+    "attn_logit_softcapping": (0,),
+    "final_logit_softcapping": (0,),
+    "router_logit_softcapping": (0,),
+    "embedding_scale": (0, 1),
+    "residual_scale": (0, 1),
+    "logit_scale": (0, 1),
+    "expert_count": (0,),
+    "expert_gating_func": (0, 1),
+    "expert_group_count": (0, 1),
+    "expert_weights_scale": (0, 1),
+    "expert_shared_count": (0,),
+    "nextn_predict_layers": (0,),
     "rope.dimension_sections": ([], [0, 0, 0, 0]),
-}  # fmt: skip
+}
 # Of architectures that people ask for, what no executor here does
 LACKS = {
     "glm4moe": "experts chosen by sigmoid",
@@ -46,7 +59,10 @@ def find_family(head: GgufHead) -> Family:
     family = FAMILIES.get(name)
     if family is None:
         lack = f": it has {LACKS[name]}" if name in LACKS else ""
-        raise StartupError(f"{head.path}: the GGUF architecture {name!r} is not supported{lack}; these are: {', '.join(sorted(FAMILIES))}")
+        raise StartupError(
+            f"{head.path}: the GGUF architecture {name!r} is not supported{lack}; these are: "
+            f"{', '.join(sorted(FAMILIES))}"
+        )
     for key, values in NEUTRAL.items():
         value = head.metadata.get(f"{name}.{key}", values[0])
         if key not in family.reads and value not in values:
@@ -58,11 +74,19 @@ def _llama(head: GgufHead, prefix: str) -> dict[str, Any]:
     """Mistral's files are Llama's, with a sliding window where the model has one; Mixtral's are,
     with experts."""
     extra: dict[str, Any] = {"hidden_act": "silu", "mlp_bias": _has_mlp_bias(head)}
-    window = head.number(prefix + "attention.sliding_window") if head.metadata.get(prefix + "attention.sliding_window") else None
+    window = (
+        head.number(prefix + "attention.sliding_window")
+        if head.metadata.get(prefix + "attention.sliding_window")
+        else None
+    )
     if head.metadata.get(prefix + "expert_count"):
         experts = read_experts(head, prefix)
         names = {"architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "sliding_window": window}
-        return extra | names | {"num_local_experts": experts["num_experts"], "num_experts_per_tok": experts["num_experts_per_tok"]}
+        return (
+            extra
+            | names
+            | {"num_local_experts": experts["num_experts"], "num_experts_per_tok": experts["num_experts_per_tok"]}
+        )
     if window is not None:
         extra |= {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": window}
     return extra
@@ -75,7 +99,11 @@ def _qwen(_head: GgufHead, _prefix: str) -> dict[str, Any]:
 def _qwen2_moe(head: GgufHead, prefix: str) -> dict[str, Any]:
     shared = next((info.shape[0] for name, info in head.tensors.items() if name.endswith(".ffn_up_shexp.weight")), None)
     size = head.number(prefix + "expert_shared_feed_forward_length", shared)
-    return _qwen(head, prefix) | read_experts(head, prefix) | {"shared_expert_intermediate_size": size, "norm_topk_prob": False, "qkv_bias": True}
+    return (
+        _qwen(head, prefix)
+        | read_experts(head, prefix)
+        | {"shared_expert_intermediate_size": size, "norm_topk_prob": False, "qkv_bias": True}
+    )
 
 
 def _qwen3_moe(head: GgufHead, prefix: str) -> dict[str, Any]:
@@ -102,7 +130,9 @@ def _phi3(head: GgufHead, prefix: str) -> dict[str, Any]:
     return {
         "hidden_act": "silu",
         "partial_rotary_factor": rope.get("partial_rotary_factor", 1.0),
-        "original_max_position_embeddings": rope.get("original_max_position_embeddings", head.number(prefix + "context_length")),
+        "original_max_position_embeddings": rope.get(
+            "original_max_position_embeddings", head.number(prefix + "context_length")
+        ),
         "sliding_window": head.number(window) if head.metadata.get(window) else None,
     }
 
@@ -121,12 +151,17 @@ def _gemma_windows(head: GgufHead, prefix: str, *, every: int) -> dict[str, Any]
         "hidden_activation": "gelu_pytorch_tanh",
         "sliding_window": head.number(prefix + "attention.sliding_window"),
         "layer_types": read_kinds(head, prefix, every=every),
-        "query_pre_attn_scalar": hidden // num_heads if is_largest else head.number(prefix + "attention.key_length", 256),
+        "query_pre_attn_scalar": hidden // num_heads
+        if is_largest
+        else head.number(prefix + "attention.key_length", 256),
     }
 
 
 def _gemma2(head: GgufHead, prefix: str) -> dict[str, Any]:
-    caps = {name: head.real(f"{prefix}{name}", default) for name, default in (("attn_logit_softcapping", 50.0), ("final_logit_softcapping", 30.0))}
+    caps = {
+        name: head.real(f"{prefix}{name}", default)
+        for name, default in (("attn_logit_softcapping", 50.0), ("final_logit_softcapping", 30.0))
+    }
     return _gemma_windows(head, prefix, every=2) | caps
 
 
@@ -135,7 +170,11 @@ def _gemma3(head: GgufHead, prefix: str) -> dict[str, Any]:
     local = {"rope_type": "default", "rope_theta": head.real(prefix + "rope.freq_base_swa", 10000.0)}
     rope = {SLIDING: local, FULL: make_rope(head, prefix, head.number(prefix + "attention.key_length", 256))}
     cap = head.real(prefix + "final_logit_softcapping", 0.0) or None
-    return _gemma_windows(head, prefix, every=6) | {"rope_parameters": rope, "attn_logit_softcapping": None, "final_logit_softcapping": cap}
+    return _gemma_windows(head, prefix, every=6) | {
+        "rope_parameters": rope,
+        "attn_logit_softcapping": None,
+        "final_logit_softcapping": cap,
+    }
 
 
 def _olmo2(head: GgufHead, prefix: str) -> dict[str, Any]:
@@ -151,7 +190,13 @@ def _olmo2(head: GgufHead, prefix: str) -> dict[str, Any]:
         "hidden_act": "silu",
         "sliding_window": head.number(window),
         "layer_types": read_kinds(head, prefix, every=4),
-        "rope_parameters": {SLIDING: {"rope_type": "default", "rope_theta": head.real(prefix + "rope.freq_base_swa", full["rope_theta"])}, FULL: full},
+        "rope_parameters": {
+            SLIDING: {
+                "rope_type": "default",
+                "rope_theta": head.real(prefix + "rope.freq_base_swa", full["rope_theta"]),
+            },
+            FULL: full,
+        },
     }
 
 
@@ -159,7 +204,11 @@ def _exaone4(head: GgufHead, prefix: str) -> dict[str, Any]:
     window = prefix + "attention.sliding_window"
     if not head.metadata.get(window):
         return {"hidden_act": "silu", "sliding_window": None}
-    return {"hidden_act": "silu", "sliding_window": head.number(window), "layer_types": read_kinds(head, prefix, every=4)}
+    return {
+        "hidden_act": "silu",
+        "sliding_window": head.number(window),
+        "layer_types": read_kinds(head, prefix, every=4),
+    }
 
 
 def _granite(head: GgufHead, prefix: str) -> dict[str, Any]:
@@ -169,7 +218,9 @@ def _granite(head: GgufHead, prefix: str) -> dict[str, Any]:
         "residual_multiplier": "residual_scale",
         "logits_scaling": "logit_scale",
     }
-    return {"hidden_act": "silu", "mlp_bias": _has_mlp_bias(head)} | {name: head.real(prefix + key) for name, key in keys.items()}
+    return {"hidden_act": "silu", "mlp_bias": _has_mlp_bias(head)} | {
+        name: head.real(prefix + key) for name, key in keys.items()
+    }
 
 
 def _smollm3(head: GgufHead, prefix: str) -> dict[str, Any]:
@@ -197,7 +248,12 @@ FAMILIES = {
     "gemma2": Family("Gemma2ForCausalLM", "gemma2", _gemma2, ("attn_logit_softcapping", "final_logit_softcapping")),
     "gemma3": Family("Gemma3ForCausalLM", "gemma3_text", _gemma3, ("final_logit_softcapping",)),
     "gpt-oss": Family("GptOssForCausalLM", "gpt_oss", _gpt_oss, ("expert_count",)),
-    "granite": Family("GraniteForCausalLM", "granite", _granite, ("attention.scale", "embedding_scale", "residual_scale", "logit_scale")),
+    "granite": Family(
+        "GraniteForCausalLM",
+        "granite",
+        _granite,
+        ("attention.scale", "embedding_scale", "residual_scale", "logit_scale"),
+    ),
     "llama": Family("LlamaForCausalLM", "llama", _llama, ("expert_count",)),
     "mistral3": Family("LlamaForCausalLM", "llama", _llama),
     "olmo2": Family("Olmo2ForCausalLM", "olmo2", _olmo2),

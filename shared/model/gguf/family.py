@@ -23,7 +23,10 @@ class Family:
 
 def head_dim_of(head: GgufHead, prefix: str) -> int:
     """The size of an attention head. Raises StartupError."""
-    return head.number(prefix + "attention.key_length", head.number(prefix + "embedding_length") // head.number(prefix + "attention.head_count"))
+    return head.number(
+        prefix + "attention.key_length",
+        head.number(prefix + "embedding_length") // head.number(prefix + "attention.head_count"),
+    )
 
 
 def read_experts(head: GgufHead, prefix: str) -> dict[str, Any]:
@@ -37,7 +40,11 @@ def read_experts(head: GgufHead, prefix: str) -> dict[str, Any]:
         "num_experts_per_tok": head.number(prefix + "expert_used_count"),
         "moe_intermediate_size": head.number(prefix + "expert_feed_forward_length", head.tensors[first].shape[2]),
         "decoder_sparse_step": 1,
-        "mlp_only_layers": [number for number in range(head.number(prefix + "block_count")) if f"blk.{number}.ffn_gate_inp.weight" not in head.tensors],
+        "mlp_only_layers": [
+            number
+            for number in range(head.number(prefix + "block_count"))
+            if f"blk.{number}.ffn_gate_inp.weight" not in head.tensors
+        ],
     }
 
 

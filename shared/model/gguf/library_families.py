@@ -23,16 +23,22 @@ def _deepseek2(head: GgufHead, prefix: str) -> dict[str, Any]:
     key_size = head.number(prefix + "attention.key_length_mla", head.number(prefix + "attention.key_length"))
     num_groups = head.number(prefix + "expert_group_count", 8 if is_v3 else 1)
     if key_size <= num_rotated:
-        raise StartupError(f"{head.path}: heads of {key_size} dimensions, of which {num_rotated} are rotated, leave none for the rest")
+        raise StartupError(
+            f"{head.path}: heads of {key_size} dimensions, of which {num_rotated} are rotated, leave none for the rest"
+        )
     config = {
         "hidden_act": "silu",
         "head_dim": num_rotated,
         "num_key_value_heads": head.number(prefix + "attention.head_count"),
-        "q_lora_rank": head.number(prefix + "attention.q_lora_rank") if prefix + "attention.q_lora_rank" in head.metadata else None,
+        "q_lora_rank": head.number(prefix + "attention.q_lora_rank")
+        if prefix + "attention.q_lora_rank" in head.metadata
+        else None,
         "kv_lora_rank": head.number(prefix + "attention.kv_lora_rank"),
         "qk_rope_head_dim": num_rotated,
         "qk_nope_head_dim": key_size - num_rotated,
-        "v_head_dim": head.number(prefix + "attention.value_length_mla", head.number(prefix + "attention.value_length")),
+        "v_head_dim": head.number(
+            prefix + "attention.value_length_mla", head.number(prefix + "attention.value_length")
+        ),
         "rope_parameters": _deepseek_rope(head, prefix, num_rotated),
         "n_routed_experts": experts["num_experts"],
         "num_experts_per_tok": experts["num_experts_per_tok"],
@@ -45,9 +51,15 @@ def _deepseek2(head: GgufHead, prefix: str) -> dict[str, Any]:
         "topk_group": head.number(prefix + "expert_group_used_count", 4 if is_v3 else 1),
     }
     if has_sigmoid:
-        return config | {"architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3", "rope_interleave": True}
+        return config | {
+            "architectures": ["DeepseekV3ForCausalLM"],
+            "model_type": "deepseek_v3",
+            "rope_interleave": True,
+        }
     if is_normalized:
-        raise StartupError(f"{head.path}: {prefix}expert_weights_norm, with experts chosen by softmax, is not supported")
+        raise StartupError(
+            f"{head.path}: {prefix}expert_weights_norm, with experts chosen by softmax, is not supported"
+        )
     return config | {"topk_method": "group_limited_greedy" if num_groups > 1 else "greedy"}
 
 
@@ -75,11 +87,17 @@ def _gemma3n(head: GgufHead, prefix: str) -> dict[str, Any]:
     num_shared = int(head.metadata.get(prefix + "attention.shared_kv_layers", 0))
     local_base = head.real(prefix + "rope.freq_base_swa", 10000.0)
     if not 0 <= num_shared < num_layers or local_base <= 0:
-        raise StartupError(f"{head.path}: {num_shared} of {num_layers} layers take keys from others, RoPE's base is {local_base:g}: no model is so")
+        raise StartupError(
+            f"{head.path}: {num_shared} of {num_layers} layers take keys from others, RoPE's base is {local_base:g}: "
+            "no model is so"
+        )
     quantiles = head.items(prefix + "activation_sparsity_scale", float)
     laurel, per_layer = head.tensors.get("blk.0.laurel_l.weight"), head.tensors.get("per_layer_token_embd.weight")
     if laurel is None or per_layer is None or len(quantiles) != num_layers:
-        raise StartupError(f"{head.path}: it lacks a tensor laurel_l or per_layer_token_embd, or says the sparsity of {len(quantiles)} layers of {num_layers}")
+        raise StartupError(
+            f"{head.path}: it lacks a tensor laurel_l or per_layer_token_embd, or says the sparsity of "
+            f"{len(quantiles)} layers of {num_layers}"
+        )
     return {
         "hidden_activation": "gelu_pytorch_tanh",
         "sliding_window": head.number(prefix + "attention.sliding_window"),
@@ -95,7 +113,9 @@ def _gemma3n(head: GgufHead, prefix: str) -> dict[str, Any]:
         "altup_num_inputs": head.number(prefix + "altup.num_inputs"),
         "num_kv_shared_layers": num_shared,
         "laurel_rank": laurel.shape[0],
-        "activation_sparsity_pattern": [round((1 + math.erf(quantile / math.sqrt(2))) / 2, 6) for quantile in quantiles],
+        "activation_sparsity_pattern": [
+            round((1 + math.erf(quantile / math.sqrt(2))) / 2, 6) for quantile in quantiles
+        ],
     }
 
 
@@ -119,7 +139,10 @@ def _cohere(head: GgufHead, prefix: str) -> dict[str, Any]:
 
 
 def _cohere2(head: GgufHead, prefix: str) -> dict[str, Any]:
-    windows = {"sliding_window": head.number(prefix + "attention.sliding_window"), "layer_types": read_kinds(head, prefix, every=4)}
+    windows = {
+        "sliding_window": head.number(prefix + "attention.sliding_window"),
+        "layer_types": read_kinds(head, prefix, every=4),
+    }
     return _cohere(head, prefix) | windows
 
 
@@ -145,7 +168,13 @@ def _stablelm(head: GgufHead, prefix: str) -> dict[str, Any]:
     }
 
 
-_OF_DEEPSEEK = ("expert_count", "expert_gating_func", "expert_group_count", "expert_weights_scale", "expert_shared_count")
+_OF_DEEPSEEK = (
+    "expert_count",
+    "expert_gating_func",
+    "expert_group_count",
+    "expert_weights_scale",
+    "expert_shared_count",
+)
 LIBRARY_FAMILIES = {
     "cohere2": Family("Cohere2ForCausalLM", "cohere2", _cohere2, ("logit_scale",)),
     "command-r": Family("CohereForCausalLM", "cohere", _cohere, ("logit_scale",)),

@@ -17,7 +17,9 @@ def part_names(name: str) -> tuple[str, ...]:
     match = PART.fullmatch(name)
     if match is None or not 1 <= int(match["number"]) <= int(match["count"]):
         return (name,)
-    return tuple(f"{match['model']}-{number:05}-of-{match['count']}.gguf" for number in range(1, int(match["count"]) + 1))
+    return tuple(
+        f"{match['model']}-{number:05}-of-{match['count']}.gguf" for number in range(1, int(match["count"]) + 1)
+    )
 
 
 def model_name(path: Path) -> str:
@@ -51,7 +53,9 @@ def read_model(path: Path) -> GgufHead:
         count, place = head.metadata.get("split.count") or 1, head.metadata.get("split.no") or 0
         if (count, place) != (len(heads), number):
             said = f"{place + 1} of {count}" if isinstance(place, int) else f"{place!r} of {count!r}"
-            raise StartupError(f"{head.path}: its metadata says that it is part {said}, its name says {number + 1} of {len(heads)}")
+            raise StartupError(
+                f"{head.path}: its metadata says that it is part {said}, its name says {number + 1} of {len(heads)}"
+            )
     tensors = {name: info for head in heads for name, info in head.tensors.items()}
     found = sum(len(head.tensors) for head in heads)
     if len(tensors) < found:

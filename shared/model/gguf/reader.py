@@ -28,16 +28,58 @@ LEAST_KEY, LEAST_TENSOR = 13, 24
 
 STRING, ARRAY = 8, 9
 # numpy's names of the types
-NUMBERS = {0: "<u1", 1: "<i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", 7: "?", 10: "<u8", 11: "<i8", 12: "<f8"}
+NUMBERS = {
+    0: "<u1",
+    1: "<i1",
+    2: "<u2",
+    3: "<i2",
+    4: "<u4",
+    5: "<i4",
+    6: "<f4",
+    7: "?",
+    10: "<u8",
+    11: "<i8",
+    12: "<f8",
+}
 
 # ggml's types by their numbers: weights in a block, and its bytes. What is not here has no size
 # that is known, and is compute's to refuse.
 BLOCKS = {
-    0: (1, 4), 1: (1, 2), 2: (32, 18), 3: (32, 20), 6: (32, 22), 7: (32, 24), 8: (32, 34), 9: (32, 40), 10: (256, 84), 11: (256, 110), 12: (256, 144),
-    13: (256, 176), 14: (256, 210), 15: (256, 292), 16: (256, 66), 17: (256, 74), 18: (256, 98), 19: (256, 50), 20: (32, 18), 21: (256, 110),
-    22: (256, 82), 23: (256, 136), 24: (1, 1), 25: (1, 2), 26: (1, 4), 27: (1, 8), 28: (1, 8), 29: (256, 56), 30: (1, 2), 34: (256, 54), 35: (256, 66),
-    39: (32, 17), 40: (64, 36), 41: (128, 18),
-}  # fmt: skip
+    0: (1, 4),
+    1: (1, 2),
+    2: (32, 18),
+    3: (32, 20),
+    6: (32, 22),
+    7: (32, 24),
+    8: (32, 34),
+    9: (32, 40),
+    10: (256, 84),
+    11: (256, 110),
+    12: (256, 144),
+    13: (256, 176),
+    14: (256, 210),
+    15: (256, 292),
+    16: (256, 66),
+    17: (256, 74),
+    18: (256, 98),
+    19: (256, 50),
+    20: (32, 18),
+    21: (256, 110),
+    22: (256, 82),
+    23: (256, 136),
+    24: (1, 1),
+    25: (1, 2),
+    26: (1, 4),
+    27: (1, 8),
+    28: (1, 8),
+    29: (256, 56),
+    30: (1, 2),
+    34: (256, 54),
+    35: (256, 66),
+    39: (32, 17),
+    40: (64, 36),
+    41: (128, 18),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,10 +170,14 @@ class _Cursor:
         (version,) = self.unpack("<I")
         if version not in VERSIONS:
             kind = "big-endian" if version and version & 0xFFFF == 0 else f"of version {version}"
-            raise StartupError(f"{self.path} is {kind}; GGUF is read little-endian, in the versions {' and '.join(map(str, VERSIONS))}")
+            raise StartupError(
+                f"{self.path} is {kind}; GGUF is read little-endian, in the versions {' and '.join(map(str, VERSIONS))}"
+            )
         num_tensors, num_keys = self.unpack("<QQ")
         if num_keys * LEAST_KEY + num_tensors * LEAST_TENSOR > self.size:
-            raise StartupError(f"{self.path} claims {num_keys} keys and {num_tensors} tensors, more than it has room for")
+            raise StartupError(
+                f"{self.path} claims {num_keys} keys and {num_tensors} tensors, more than it has room for"
+            )
         metadata: dict[str, Any] = {}
         for _ in range(num_keys):
             key = self.string()
@@ -156,9 +202,14 @@ class _Cursor:
             if info.offset + info.size_bytes > self.size:
                 raise StartupError(f"{self.path} ends in the middle of {_short(info.name)}: is it complete?")
             if info.offset % alignment:
-                raise StartupError(f"{self.path}: {_short(info.name)} does not begin at a multiple of {alignment} bytes: the file is broken")
+                raise StartupError(
+                    f"{self.path}: {_short(info.name)} does not begin at a multiple of {alignment} bytes: the file is "
+                    "broken"
+                )
             if following is not None and following.offset < info.offset + max(1, info.size_bytes):
-                raise StartupError(f"{self.path}: {_short(info.name)} and {_short(following.name)} overlap: the file is broken")
+                raise StartupError(
+                    f"{self.path}: {_short(info.name)} and {_short(following.name)} overlap: the file is broken"
+                )
 
     def _alignment(self, metadata: dict[str, Any]) -> int:
         alignment = metadata.get("general.alignment", DEFAULT_ALIGNMENT)

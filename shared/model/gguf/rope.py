@@ -15,7 +15,10 @@ def make_rope(head: GgufHead, prefix: str, head_dim: int) -> dict[str, Any]:
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": head.real(prefix + "rope.freq_base", 10000.0)}
     num_rotated = head.number(prefix + "rope.dimension_count", head_dim)
     if num_rotated > head_dim or rope["rope_theta"] <= 0:
-        raise StartupError(f"{head.path}: RoPE turns {num_rotated} of {head_dim} dimensions by powers of {rope['rope_theta']:g}: no model does")
+        raise StartupError(
+            f"{head.path}: RoPE turns {num_rotated} of {head_dim} dimensions by powers of {rope['rope_theta']:g}: no "
+            "model does"
+        )
     if num_rotated != head_dim:
         rope["partial_rotary_factor"] = num_rotated / head_dim
     kind = head.text(prefix + "rope.scaling.type", "none")
@@ -50,7 +53,12 @@ def _yarn(head: GgufHead, prefix: str, original: int) -> dict[str, Any]:
 
 def _longrope(long: list[float], short: list[float], original: int, attention_factor: float | None) -> dict[str, Any]:
     """attention_factor: None: it follows from the lengths."""
-    rope = {"rope_type": "longrope", "long_factor": long, "short_factor": short, "original_max_position_embeddings": original}
+    rope = {
+        "rope_type": "longrope",
+        "long_factor": long,
+        "short_factor": short,
+        "original_max_position_embeddings": original,
+    }
     return rope if attention_factor is None else rope | {"attention_factor": attention_factor}
 
 

@@ -39,15 +39,22 @@ class Split:
 
 
 _LLAMA3 = Split(
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
-    whole_words=True, adds_bos=True,
-)  # fmt: skip
-_QWEN2 = Split(r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+", is_nfc=True)
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| "
+    r"?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+    whole_words=True,
+    adds_bos=True,
+)
+_QWEN2 = Split(
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+    is_nfc=True,
+)
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 _TEKKEN = Split(
-    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+",
-    whole_words=True, adds_bos=True,
-)  # fmt: skip
+    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*|\p{{N}}| "
+    rf"?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+    whole_words=True,
+    adds_bos=True,
+)
 _SUFFIX = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
 _GPT4O = Split(
     rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+{_SUFFIX}|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{_SUFFIX}"
@@ -62,16 +69,23 @@ _CJK, _HAN_AND_KANA = "[一-龥ࠀ-一가-퟿]+", "[一-龥぀-ゟ゠-ヿ]+"
 _DEEPSEEK_LLM = Split(r"\p{N}", (r"[\r\n]", rf"\s?[{_LETTERS}]+", r"\s?[!-/:-~！-／：-～‘-‟　-。]+", r"\s+$", _CJK))
 _DEEPSEEK_CODER = Split(r"\p{N}", (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _CJK))
 _DEEPSEEK_V3 = Split(
-    r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+    r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| "
+    r"?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
     (r"\p{N}{1,3}", _HAN_AND_KANA),
 )
-_SEED = Split(r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}\r\n]+|\s*[\r\n]+|\s+(?!\S)|\s+")
+_SEED = Split(
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}\r\n]+|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 # By tokenizer.ggml.pre; the patterns are those of the models' own tokenizer.json. A file from
 # before there were names says `default`.
 SPLITS = {
     **dict.fromkeys(("default", "gpt-2", "phi-2", "mpt", "olmo", "jais", "trillion", "exaone4"), Split()),
-    **dict.fromkeys(("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"), Split(single_digits=True)),
-    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2"), _LLAMA3),
+    **dict.fromkeys(
+        ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"), Split(single_digits=True)
+    ),
+    **dict.fromkeys(
+        ("llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2"), _LLAMA3
+    ),
     **dict.fromkeys(("dbrx", "smaug-bpe", "chatglm-bpe"), replace(_LLAMA3, whole_words=False, adds_bos=False)),
     "glm4": replace(_LLAMA3, adds_bos=False),
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "megrez", "kormo", "stablelm2"), _QWEN2),
@@ -92,11 +106,15 @@ def make_tokenizer(head: GgufHead) -> dict[str, Any]:
         return _byte_level(head, _unique(head.items("tokenizer.ggml.tokens", str)))
     if kind == "llama":
         return _sentencepiece(head, _unique(head.items("tokenizer.ggml.tokens", str)))
-    raise StartupError(f"{head.path}: the tokenizer {kind!r} is not supported; these are: gpt2 (byte-level BPE), llama (SentencePiece BPE)")
+    raise StartupError(
+        f"{head.path}: the tokenizer {kind!r} is not supported; these are: gpt2 (byte-level BPE), llama "
+        "(SentencePiece BPE)"
+    )
 
 
 def make_tokenizer_config(head: GgufHead) -> dict[str, Any]:
-    """The file's tokenizer_config.json: special tokens, and the chat template if there is one, with those that have names of
+    """The file's tokenizer_config.json: special tokens, and the chat template if there is one, with
+    those that have names of
     their own."""
     tokens = head.items("tokenizer.ggml.tokens", str)
     config: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
@@ -105,10 +123,16 @@ def make_tokenizer_config(head: GgufHead) -> dict[str, Any]:
         if isinstance(number, int) and 0 <= number < len(tokens):
             config[f"{name}_token"] = tokens[number]
     if "tokenizer.chat_template" in head.metadata:
-        named = {key.removeprefix(NAMED): value for key, value in head.metadata.items() if key.startswith(NAMED) and isinstance(value, str)}
+        named = {
+            key.removeprefix(NAMED): value
+            for key, value in head.metadata.items()
+            if key.startswith(NAMED) and isinstance(value, str)
+        }
         default = head.text("tokenizer.chat_template")
         texts = {"default": default} | named
-        config["chat_template"] = [{"name": name, "template": text} for name, text in texts.items()] if named else default
+        config["chat_template"] = (
+            [{"name": name, "template": text} for name, text in texts.items()] if named else default
+        )
     return config
 
 
@@ -116,9 +140,16 @@ def _byte_level(head: GgufHead, tokens: list[str]) -> dict[str, Any]:
     name = head.text("tokenizer.ggml.pre", "default")
     split = SPLITS.get(name)
     if split is None:
-        raise StartupError(f"{head.path}: the pre-tokenizer {name!r} is not supported; these are: {', '.join(sorted(SPLITS))}")
+        raise StartupError(
+            f"{head.path}: the pre-tokenizer {name!r} is not supported; these are: {', '.join(sorted(SPLITS))}"
+        )
     add_prefix_space = bool(head.metadata.get("tokenizer.ggml.add_space_prefix", False))
-    byte_level = {"type": "ByteLevel", "add_prefix_space": add_prefix_space, "trim_offsets": True, "use_regex": split.pattern is None}
+    byte_level = {
+        "type": "ByteLevel",
+        "add_prefix_space": add_prefix_space,
+        "trim_offsets": True,
+        "use_regex": split.pattern is None,
+    }
     first: list[dict[str, Any]] = []
     if split.single_digits:
         first.append({"type": "Digits", "individual_digits": True})
@@ -147,8 +178,10 @@ def _sentencepiece(head: GgufHead, tokens: list[str]) -> dict[str, Any]:
     merges = _read_merges(head, tokens) if "tokenizer.ggml.merges" in head.metadata else _merges_by_score(head, tokens)
     to_space: dict[str, Any] = {"type": "Replace", "pattern": {"String": " "}, "content": SPACE}
     decoders: list[dict[str, Any]] = [
-        {"type": "Replace", "pattern": {"String": SPACE}, "content": " "}, {"type": "ByteFallback"}, {"type": "Fuse"},
-    ]  # fmt: skip
+        {"type": "Replace", "pattern": {"String": SPACE}, "content": " "},
+        {"type": "ByteFallback"},
+        {"type": "Fuse"},
+    ]
     if add_prefix:
         to_space = {"type": "Sequence", "normalizers": [{"type": "Prepend", "prepend": SPACE}, to_space]}
         decoders.append({"type": "Strip", "content": " ", "start": 1, "stop": 0})
@@ -165,7 +198,15 @@ def _sentencepiece(head: GgufHead, tokens: list[str]) -> dict[str, Any]:
 
 
 def _assemble(
-    head: GgufHead, tokens: list[str], *, model: dict[str, Any], added: list[dict[str, Any]], normalizer: Any, pre_tokenizer: Any, decoder: Any, adds_bos: bool
+    head: GgufHead,
+    tokens: list[str],
+    *,
+    model: dict[str, Any],
+    added: list[dict[str, Any]],
+    normalizer: Any,
+    pre_tokenizer: Any,
+    decoder: Any,
+    adds_bos: bool,
 ) -> dict[str, Any]:
     return {
         "version": "1.0",
@@ -185,7 +226,11 @@ def _template(head: GgufHead, tokens: list[str], adds_bos: bool) -> dict[str, An
     around: dict[str, str] = {}
     for name, default in (("bos", adds_bos), ("eos", False)):
         number = head.metadata.get(f"tokenizer.ggml.{name}_token_id")
-        if head.metadata.get(f"tokenizer.ggml.add_{name}_token", default) and isinstance(number, int) and 0 <= number < len(tokens):
+        if (
+            head.metadata.get(f"tokenizer.ggml.add_{name}_token", default)
+            and isinstance(number, int)
+            and 0 <= number < len(tokens)
+        ):
             around[name] = tokens[number]
     if not around:
         return None
@@ -200,13 +245,26 @@ def _template(head: GgufHead, tokens: list[str], adds_bos: bool) -> dict[str, An
 
 
 def _bpe(
-    tokens: list[str], merges: list[tuple[str, str]], *, unk_token: str | None = None, fuse_unk: bool = False, byte_fallback: bool = False,
+    tokens: list[str],
+    merges: list[tuple[str, str]],
+    *,
+    unk_token: str | None = None,
+    fuse_unk: bool = False,
+    byte_fallback: bool = False,
     ignore_merges: bool = False,
-) -> dict[str, Any]:  # fmt: skip
+) -> dict[str, Any]:
     return {
-        "type": "BPE", "dropout": None, "unk_token": unk_token, "continuing_subword_prefix": None, "end_of_word_suffix": None, "fuse_unk": fuse_unk,
-        "byte_fallback": byte_fallback, "ignore_merges": ignore_merges, "vocab": {token: number for number, token in enumerate(tokens)}, "merges": merges,
-    }  # fmt: skip
+        "type": "BPE",
+        "dropout": None,
+        "unk_token": unk_token,
+        "continuing_subword_prefix": None,
+        "end_of_word_suffix": None,
+        "fuse_unk": fuse_unk,
+        "byte_fallback": byte_fallback,
+        "ignore_merges": ignore_merges,
+        "vocab": {token: number for number, token in enumerate(tokens)},
+        "merges": merges,
+    }
 
 
 def _kinds(head: GgufHead, tokens: list[str]) -> list[int]:
@@ -222,15 +280,22 @@ def _kinds(head: GgufHead, tokens: list[str]) -> list[int]:
 def _added_tokens(head: GgufHead, tokens: list[str]) -> list[dict[str, Any]]:
     """The tokens that are found in a text as a whole, before it is split: the special ones, and
     those that the model's makers added."""
-    is_phi3 = head.metadata.get("general.architecture") == "phi3" and head.metadata.get("tokenizer.ggml.model") == "llama"
+    is_phi3 = (
+        head.metadata.get("general.architecture") == "phi3" and head.metadata.get("tokenizer.ggml.model") == "llama"
+    )
     return [
         {
-            "id": number, "content": token, "single_word": False, "lstrip": False,
-            "rstrip": is_phi3 and kind == CONTROL and token not in WITHOUT_RSTRIP, "normalized": False, "special": kind != USER_DEFINED,
+            "id": number,
+            "content": token,
+            "single_word": False,
+            "lstrip": False,
+            "rstrip": is_phi3 and kind == CONTROL and token not in WITHOUT_RSTRIP,
+            "normalized": False,
+            "special": kind != USER_DEFINED,
         }
         for number, (token, kind) in enumerate(zip(tokens, _kinds(head, tokens), strict=True))
         if kind in (UNKNOWN, CONTROL) or (kind == USER_DEFINED and token.strip(SPACE))
-    ]  # fmt: skip
+    ]
 
 
 def _unique(tokens: list[str]) -> list[str]:
@@ -245,11 +310,16 @@ def _unique(tokens: list[str]) -> list[str]:
 
 
 def _read_merges(head: GgufHead, tokens: list[str]) -> list[tuple[str, str]]:
-    """The file's merges. Raises StartupError for one of what is no token, or to what is none, and for more than any real vocabulary has."""
+    """The file's merges. Raises StartupError for one of what is no token, or to what is none, and
+    for more than any real vocabulary has.
+    """
     known = set(tokens)
     listed = head.items("tokenizer.ggml.merges", str)
     if len(listed) > MAX_MERGES or sum(map(len, listed)) > MAX_MERGED:
-        raise StartupError(f"{head.path}: {len(listed)} merges of {sum(map(len, listed))} characters; at most {MAX_MERGES} of {MAX_MERGED} are read")
+        raise StartupError(
+            f"{head.path}: {len(listed)} merges of {sum(map(len, listed))} characters; at most {MAX_MERGES} of "
+            f"{MAX_MERGED} are read"
+        )
     merges = [_halves(merge) for merge in listed]
     for left, right in merges:
         if not {left, right, left + right} <= known:
@@ -270,7 +340,11 @@ def _merges_by_score(head: GgufHead, tokens: list[str]) -> list[tuple[str, str]]
 
     Gemma's scores say nothing of that order; its tokens' ids do.
     """
-    number_of = {token: number for number, (token, kind) in enumerate(zip(tokens, _kinds(head, tokens), strict=True)) if kind in (NORMAL, USER_DEFINED)}
+    number_of = {
+        token: number
+        for number, (token, kind) in enumerate(zip(tokens, _kinds(head, tokens), strict=True))
+        if kind in (NORMAL, USER_DEFINED)
+    }
     if str(head.metadata.get("general.architecture")).startswith("gemma"):
         scores = [-float(number) for number in range(len(tokens))]
     else:
@@ -279,7 +353,9 @@ def _merges_by_score(head: GgufHead, tokens: list[str]) -> list[tuple[str, str]]
         raise StartupError(f"{head.path}: {len(tokens)} tokens, but scores of {len(scores)}")
     for token, number in number_of.items():
         if len(token) > MAX_TOKEN:
-            raise StartupError(f"{head.path}: token {number} has {len(token)} characters; at most {MAX_TOKEN} are merged")
+            raise StartupError(
+                f"{head.path}: token {number} has {len(token)} characters; at most {MAX_TOKEN} are merged"
+            )
     if sum(len(token) ** 2 for token in number_of) > MAX_CUTTING:
         raise StartupError(f"{head.path}: the tokens are too many and too long to find their merges")
     ranked, num_merged = [], 0
@@ -290,6 +366,9 @@ def _merges_by_score(head: GgufHead, tokens: list[str]) -> list[tuple[str, str]]
                 ranked.append((-scores[number], number, left, right))
                 num_merged += len(token)
         if num_merged > MAX_MERGED or len(ranked) > MAX_MERGES:
-            raise StartupError(f"{head.path}: the tokens make more than {MAX_MERGES} merges, or of more than {MAX_MERGED} characters; no real vocabulary does")
+            raise StartupError(
+                f"{head.path}: the tokens make more than {MAX_MERGES} merges, or of more than {MAX_MERGED} "
+                "characters; no real vocabulary does"
+            )
     ranked.sort()
     return [(tokens[left], tokens[right]) for _, _, left, right in ranked]

@@ -33,8 +33,15 @@ class Tiled:
     def shape(self, width: int, height: int, *, is_low: bool) -> ImageShape:
         rows, columns = (0, 0) if is_low or not self.is_split else self.tiles(width, height)
         own = self.placeholder * self.num_tile_tokens
-        lines = ["".join(f"<fake_token_around_image><row_{row + 1}_col_{column + 1}>{own}" for column in range(columns)) for row in range(rows)]
-        text = "".join(line + "\n" for line in lines) + ("\n" if lines else "") + f"<fake_token_around_image><global-img>{own}<fake_token_around_image>"
+        lines = [
+            "".join(f"<fake_token_around_image><row_{row + 1}_col_{column + 1}>{own}" for column in range(columns))
+            for row in range(rows)
+        ]
+        text = (
+            "".join(line + "\n" for line in lines)
+            + ("\n" if lines else "")
+            + f"<fake_token_around_image><global-img>{own}<fake_token_around_image>"
+        )
         return ImageShape(text, (rows * columns + 1) * self.num_tile_tokens)
 
     def tiles(self, width: int, height: int) -> tuple[int, int]:
@@ -47,7 +54,11 @@ class Tiled:
         height, width = max(height, 1), max(width, 1)
         if max(width, height) > LARGEST_EDGE:
             ratio = width / height
-            width, height = (LARGEST_EDGE, int(LARGEST_EDGE / ratio)) if width >= height else (int(LARGEST_EDGE * ratio), LARGEST_EDGE)
+            width, height = (
+                (LARGEST_EDGE, int(LARGEST_EDGE / ratio))
+                if width >= height
+                else (int(LARGEST_EDGE * ratio), LARGEST_EDGE)
+            )
             height, width = max(height, 1), max(width, 1)
         ratio = width / height
         if width >= height:
@@ -169,17 +180,31 @@ class Cropped:
     def shape(self, width: int, height: int, *, is_low: bool) -> ImageShape:
         count = 1 if is_low else self.num_tiles(width, height)
         own = self.placeholder * self.num_tile_tokens
-        text = "".join(f"TILE_{number}{own}" for number in range(1, count)) + "TILE_GLOBAL" + own if self.is_numbered else own * count
+        text = (
+            "".join(f"TILE_{number}{own}" for number in range(1, count)) + "TILE_GLOBAL" + own
+            if self.is_numbered
+            else own * count
+        )
         return ImageShape(self.before + text + self.behind, count * self.num_tile_tokens)
 
     def num_tiles(self, width: int, height: int) -> int:
         """With that of the whole image."""
         counts = range(1, self.max_tiles + 1)
-        grids = sorted(((across, down) for across in counts for down in counts if self.min_tiles <= across * down <= self.max_tiles), key=math.prod)
+        grids = sorted(
+            (
+                (across, down)
+                for across in counts
+                for down in counts
+                if self.min_tiles <= across * down <= self.max_tiles
+            ),
+            key=math.prod,
+        )
         best, smallest = (1, 1), math.inf
         for across, down in grids:
             difference = abs(width / height - across / down)
-            if difference < smallest or (difference == smallest and width * height > 0.5 * self.tile**2 * across * down):
+            if difference < smallest or (
+                difference == smallest and width * height > 0.5 * self.tile**2 * across * down
+            ):
                 best, smallest = (across, down), difference
         count = math.prod(best) if self.max_tiles > 1 else 1
         return count + (count > 1)
@@ -230,7 +255,9 @@ def _num_patches(config: Config) -> tuple[int, int, int]:
     vision = config["vision_config"]
     size, patch = int(vision.get("image_size", 224)), int(vision.get("patch_size", 32))
     has_class = vision.get("model_type", "clip_vision_model") == "clip_vision_model"
-    drops_first = config.get("vision_feature_select_strategy", "default") == "default"  # of any tower, whether a class's token or not
+    drops_first = (
+        config.get("vision_feature_select_strategy", "default") == "default"
+    )  # of any tower, whether a class's token or not
     return size, size // patch, (size // patch) ** 2 + has_class - drops_first
 
 
@@ -242,20 +269,28 @@ def _llava(config: Config, processor: Config) -> VisionFamily:
 
 def _llava_next(config: Config, processor: Config) -> BestResolution:
     size, side, num_whole = _num_patches(config)
-    grids = config.get("image_grid_pinpoints") or processor.get("image_grid_pinpoints") or [[336, 672], [672, 336], [672, 672], [1008, 336], [336, 1008]]
+    grids = (
+        config.get("image_grid_pinpoints")
+        or processor.get("image_grid_pinpoints")
+        or [[336, 672], [672, 336], [672, 672], [1008, 336], [336, 1008]]
+    )
     return BestResolution(side, size, tuple((int(height), int(width)) for height, width in grids), num_whole)
 
 
 def _gemma3(config: Config, processor: Config) -> Fixed:  # noqa: ARG001
     count = int(config.get("mm_tokens_per_image", 256))
-    return Fixed(count, "<image_soft_token>", "<start_of_image>", "\n\n<start_of_image>", "<end_of_image>\n\n", num_whole=count)
+    return Fixed(
+        count, "<image_soft_token>", "<start_of_image>", "\n\n<start_of_image>", "<end_of_image>\n\n", num_whole=count
+    )
 
 
 def _qwen(config: Config, processor: Config) -> Dynamic:
     vision, size = config["vision_config"], processor.get("size") or {}
     min_pixels = processor.get("min_pixels") or size.get("shortest_edge") or 56 * 56
     max_pixels = processor.get("max_pixels") or size.get("longest_edge") or 28 * 28 * 1280
-    return Dynamic(int(vision.get("patch_size", 14)), int(vision.get("spatial_merge_size", 2)), int(min_pixels), int(max_pixels))
+    return Dynamic(
+        int(vision.get("patch_size", 14)), int(vision.get("spatial_merge_size", 2)), int(min_pixels), int(max_pixels)
+    )
 
 
 def _cropped(config: Config, processor: Config, merge: float) -> dict[str, Any]:
@@ -263,7 +298,12 @@ def _cropped(config: Config, processor: Config, merge: float) -> dict[str, Any]:
     vision, size = config["vision_config"], processor.get("size") or {}
     side, patch = (_side(vision.get(name, default)) for name, default in (("image_size", 448), ("patch_size", 14)))
     min_tiles, max_tiles = int(processor.get("min_patches", 1)), int(processor.get("max_patches", 12))
-    return {"tile": _side(size.get("height", side)), "min_tiles": min_tiles, "max_tiles": max_tiles, "num_tile_tokens": round(side / patch / merge) ** 2}
+    return {
+        "tile": _side(size.get("height", side)),
+        "min_tiles": min_tiles,
+        "max_tiles": max_tiles,
+        "num_tile_tokens": round(side / patch / merge) ** 2,
+    }
 
 
 def _side(length: Any) -> int:
@@ -273,12 +313,21 @@ def _side(length: Any) -> int:
 
 def _internvl(config: Config, processor: Config) -> Cropped:
     shape = _cropped(config, processor, 1 / float(config.get("downsample_ratio", 0.5)))
-    return Cropped(**shape, placeholder="<IMG_CONTEXT>", marker="<IMG_CONTEXT>", before="<img>", behind="</img>", is_numbered=False)
+    return Cropped(
+        **shape, placeholder="<IMG_CONTEXT>", marker="<IMG_CONTEXT>", before="<img>", behind="</img>", is_numbered=False
+    )
 
 
 def _aya_vision(config: Config, processor: Config) -> Cropped:
     shape = _cropped(config, processor, int(config.get("downsample_factor", 2)))
-    return Cropped(**shape, placeholder="<|IMG_PATCH|>", marker="<image>", before="<|START_OF_IMG|>", behind="<|END_OF_IMG|>", is_numbered=True)
+    return Cropped(
+        **shape,
+        placeholder="<|IMG_PATCH|>",
+        marker="<image>",
+        before="<|START_OF_IMG|>",
+        behind="<|END_OF_IMG|>",
+        is_numbered=True,
+    )
 
 
 def _rows(config: Config, processor: Config) -> PatchRows:
@@ -287,9 +336,17 @@ def _rows(config: Config, processor: Config) -> PatchRows:
 
 
 READERS: dict[str, Callable[[Config, Config], VisionFamily]] = {
-    "aya_vision": _aya_vision, "gemma3": _gemma3, "idefics3": _tiled, "internvl": _internvl, "llava": _llava, "llava_next": _llava_next,
-    "mistral3": _rows, "qwen2_5_vl": _qwen, "qwen2_vl": _qwen, "smolvlm": _tiled,
-}  # fmt: skip
+    "aya_vision": _aya_vision,
+    "gemma3": _gemma3,
+    "idefics3": _tiled,
+    "internvl": _internvl,
+    "llava": _llava,
+    "llava_next": _llava_next,
+    "mistral3": _rows,
+    "qwen2_5_vl": _qwen,
+    "qwen2_vl": _qwen,
+    "smolvlm": _tiled,
+}
 
 
 def read_family(config: Config, processor: Config) -> VisionFamily | None:
@@ -301,7 +358,9 @@ def read_family(config: Config, processor: Config) -> VisionFamily | None:
     try:
         return reader(config, processor)
     except (KeyError, TypeError, ValueError, ArithmeticError) as error:
-        raise StartupError(f"config.json and preprocessor_config.json do not say how the model sees images: {error!r}") from None
+        raise StartupError(
+            f"config.json and preprocessor_config.json do not say how the model sees images: {error!r}"
+        ) from None
 
 
 def even(length: int) -> int:

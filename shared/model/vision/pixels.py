@@ -30,7 +30,10 @@ def open_image(data: bytes) -> Any:
             warnings.simplefilter("ignore")
             image = Pillow.open(io.BytesIO(data), formats=FORMATS)
             if image.width * image.height > MAX_PIXELS:
-                raise Invalid(f"an image has at most {MAX_PIXELS // 1_000_000} megapixels, this one is {image.width} x {image.height}")
+                raise Invalid(
+                    f"an image has at most {MAX_PIXELS // 1_000_000} megapixels, this one is {image.width} x "
+                    f"{image.height}"
+                )
             image.load()
             return on_white(ImageOps.exif_transpose(image))
     except UnidentifiedImageError:
@@ -40,7 +43,9 @@ def open_image(data: bytes) -> Any:
     except MemoryError:
         raise Invalid("the image takes too much memory") from None
     except Exception as error:  # decoders raise what they like
-        raise Invalid(f"the image can't be read: {str(error).splitlines()[0][:200] if str(error) else type(error).__name__}") from None
+        raise Invalid(
+            f"the image can't be read: {str(error).splitlines()[0][:200] if str(error) else type(error).__name__}"
+        ) from None
 
 
 def on_white(image: Any) -> Any:

@@ -48,4 +48,7 @@ class VisionFamily(Protocol):
 
 
 def too_narrow(width: int, height: int, max_ratio: int) -> Invalid:
-    return Invalid(f"an image of {width} x {height} pixels is too narrow for this model: one side is at most {max_ratio} times the other")
+    return Invalid(
+        f"an image of {width} x {height} pixels is too narrow for this model: one side is at most {max_ratio} times "
+        "the other"
+    )

@@ -1,4 +1,6 @@
-"""`python -m tests.clients.programs.anthropic_tools URL`: the package's own tool runner, whole and streamed, with its default settings."""
+"""`python -m tests.clients.programs.anthropic_tools URL`: the package's own tool runner, whole and
+streamed, with its default settings.
+"""
 
 import sys
 from typing import Any
@@ -20,7 +22,12 @@ def get_weather(place: str) -> str:
 
 if __name__ == "__main__":
     client = names_of("anthropic", sys.argv[1], MODEL)["client"]
-    question: Any = {"model": MODEL, "max_tokens": 200, "messages": [{"role": "user", "content": QUESTION}], "tools": [get_weather]}
+    question: Any = {
+        "model": MODEL,
+        "max_tokens": 200,
+        "messages": [{"role": "user", "content": QUESTION}],
+        "tools": [get_weather],
+    }
     for streams in (False, True):
         final = client.beta.messages.tool_runner(**question, stream=streams).until_done()
         assert final.content[0].text == REPORT, final

@@ -1,4 +1,6 @@
-"""`python -m tests.clients.programs.guidance URL MODEL`: answers that grammars hold, streamed as guidance does it: a choice, and a regex."""
+"""`python -m tests.clients.programs.guidance URL MODEL`: answers that grammars hold, streamed as
+guidance does it: a choice, and a regex.
+"""
 
 import sys
 

@@ -1,4 +1,6 @@
-"""`python -m tests.clients.programs.openai_agents URL`: an agent with a tool, whole and streamed, by Responses and by chat completions."""
+"""`python -m tests.clients.programs.openai_agents URL`: an agent with a tool, whole and streamed,
+by Responses and by chat completions.
+"""
 
 import asyncio
 import sys
@@ -24,7 +26,9 @@ async def check(model: Any) -> None:
     assert (await Runner.run(agent, QUESTION)).final_output == REPORT
     running = Runner.run_streamed(agent, QUESTION)
     deltas = [
-        event.data.delta async for event in running.stream_events() if event.type == "raw_response_event" and event.data.type == "response.output_text.delta"
+        event.data.delta
+        async for event in running.stream_events()
+        if event.type == "raw_response_event" and event.data.type == "response.output_text.delta"
     ]
     assert running.final_output == REPORT and len(deltas) > 1 and "".join(deltas) == REPORT, deltas
     assert asked[-2:] == ["Paris", "Paris"], asked

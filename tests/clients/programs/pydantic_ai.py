@@ -1,4 +1,6 @@
-"""`python -m tests.clients.programs.pydantic_ai URL`: an agent with a tool, streamed and whole, by chat completions, by Responses and by Messages."""
+"""`python -m tests.clients.programs.pydantic_ai URL`: an agent with a tool, streamed and whole, by
+chat completions, by Responses and by Messages.
+"""
 
 import asyncio
 import sys
@@ -30,5 +32,9 @@ async def check(model: Any) -> None:
 
 if __name__ == "__main__":
     names = names_of("pydantic-ai", sys.argv[1], MODEL)
-    for model in (names["model"], OpenAIResponsesModel(MODEL, provider=names["model"]._provider), names["anthropic_model"]):
+    for model in (
+        names["model"],
+        OpenAIResponsesModel(MODEL, provider=names["model"]._provider),
+        names["anthropic_model"],
+    ):
         asyncio.run(check(model))

@@ -1,4 +1,6 @@
-"""`python -m tests.clients.scripted FOLDER SCRIPT`: the pipeline around the scripted model, until its standard input is closed. It prints its URL."""
+"""`python -m tests.clients.scripted FOLDER SCRIPT`: the pipeline around the scripted model, until
+its standard input is closed. It prints its URL.
+"""
 
 import signal
 import sys

@@ -16,11 +16,14 @@ from tests.clients.scripted.model import ScriptedModel, follow
 from tests.clients.scripted.script import Script
 
 
-def load_scripted(settings: ComputeSettings, files: ModelFiles, backend: Backend, max_model_len: int | None, place: Placement) -> ScriptedModel:
+def load_scripted(
+    settings: ComputeSettings, files: ModelFiles, backend: Backend, max_model_len: int | None, place: Placement
+) -> ScriptedModel:
     tokenizer = Tokenizer.from_file(str(files.folder / "tokenizer.json"))
     return ScriptedModel(files.vocab_size, follow(Script.read(Path(os.environ["SCRIPT"])), tokenizer))
 
 
 if __name__ == "__main__":
-    setattr(engine, "load_model", load_scripted)  # noqa: B010 - a function of a module, in the types' eyes not to be set
+    # a function of a module, in the types' eyes not to be set
+    setattr(engine, "load_model", load_scripted)  # noqa: B010
     run_stage(compute.main)

@@ -1,4 +1,5 @@
-"""A model whose answers are a script's. It stands where a decoder stands: batches, paged cache, masks and sampling are compute's own.
+"""A model whose answers are a script's. It stands where a decoder stands: batches, paged cache,
+masks and sampling are compute's own.
 
 Its cache holds the tokens themselves, so it reads its context back through the block tables, as attention does.
 """
@@ -44,7 +45,7 @@ TEMPLATE = """\
 {{ '<|end|>' }}
 {%- endfor -%}
 {%- if add_generation_prompt -%}{{ '<|assistant|>' }}{%- endif -%}
-"""
+"""  # noqa: E501
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +78,9 @@ class ScriptedModel:
         return block_size
 
     def forward(self, batch: ForwardBatch, plan: int, kv_layers: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Write the step's tokens into the cache. Returns which token follows each, [T] int64, where the batch asks for that."""
+        """Write the step's tokens into the cache. Returns which token follows each, [T] int64,
+        where the batch asks for that.
+        """
         keys = kv_layers[0][0]  # [num_blocks, 1, block_size, 1]
         keys[batch.slot_mapping // plan, 0, batch.slot_mapping % plan, 0] = batch.input_ids.to(keys.dtype)
         following = torch.zeros_like(batch.input_ids)
@@ -102,7 +105,9 @@ class ScriptedModel:
 def follow(script: Script, tokenizer: Tokenizer) -> Callable[[np.ndarray], int]:
     """A function of a conversation's tokens: the next token of the script's answer to it, or the end."""
     special = {token.content: token_id for token_id, token in tokenizer.get_added_tokens_decoder().items()}
-    role_by_token_id = {special[f"<|{role}|>"]: role for role in ("system", "user", "assistant")} | {special[MARKS[-1]]: "assistant"}
+    role_by_token_id = {special[f"<|{role}|>"]: role for role in ("system", "user", "assistant")} | {
+        special[MARKS[-1]]: "assistant"
+    }
     end = special["<|end|>"]
 
     @lru_cache(maxsize=64)
@@ -127,11 +132,17 @@ def follow(script: Script, tokenizer: Tokenizer) -> Callable[[np.ndarray], int]:
 
 
 def make_model(out: Path) -> None:
-    """A checkpoint's folder for it: the demo's tokenizer, a long window, a template that knows tools. The weights are read by nobody."""
+    """A checkpoint's folder for it: the demo's tokenizer, a long window, a template that knows
+    tools. The weights are read by nobody.
+    """
     tiny = SHAPES["tiny"]
     shape = replace(tiny, max_position_embeddings=MAX_MODEL_LEN, vocab_size=tiny.vocab_size + len(MARKS))
     open_out_folder(out, force=True)
-    write_model(out, {name: torch.zeros(size) for name, size in tensor_sizes(shape)}, lambda: write_config(out, shape, "float32"))
+    write_model(
+        out,
+        {name: torch.zeros(size) for name, size in tensor_sizes(shape)},
+        lambda: write_config(out, shape, "float32"),
+    )
     (out / "chat_template.jinja").write_text(TEMPLATE, encoding="utf-8")
     tokenizer = Tokenizer.from_file(str(DEMO_MODEL / "tokenizer.json"))
     tokenizer.add_special_tokens([*MARKS])

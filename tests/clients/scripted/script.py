@@ -1,7 +1,8 @@
 """The scripted model says the next turn of the script whose phrase is in the conversation.
 
 A script is a JSON file:
-{"tasks": [{"phrase": "a phrase of the user's", "turns": [{"call": "read", "arguments": {...}}, {"say": "It holds {found}."}], "find": "a regex"}],
+{"tasks": [{"phrase": "a phrase of the user's", "turns": [{"call": "read", "arguments": {...}},
+{"say": "It holds {found}."}], "find": "a regex"}],
  "otherwise": "..."}
 """
 
@@ -26,7 +27,7 @@ class Turn:
     def spell(self, found: str) -> str:
         """As the model writes it, calls in Hermes' form."""
         if self.call:
-            return f"<tool_call>\n{json.dumps({'name': self.call, 'arguments': self.arguments or {}}, ensure_ascii=False)}\n</tool_call>"
+            return f"<tool_call>\n{json.dumps({'name': self.call, 'arguments': self.arguments or {}}, ensure_ascii=False)}\n</tool_call>"  # noqa: E501
         return self.say.replace("{found}", found)
 
 
@@ -51,13 +52,21 @@ class Script:
     @classmethod
     def read(cls, path: Path) -> "Script":
         said = json.loads(path.read_text(encoding="utf-8"))
-        tasks = [Task(each["phrase"], tuple(Turn(**turn) for turn in each["turns"]), each.get("find", "")) for each in said["tasks"]]
+        tasks = [
+            Task(each["phrase"], tuple(Turn(**turn) for turn in each["turns"]), each.get("find", ""))
+            for each in said["tasks"]
+        ]
         return cls(tuple(tasks), said["otherwise"])
 
     def answer(self, messages: Sequence[Message]) -> str:
-        """The next turn. A request that does not offer the turn's tool, such as an agent's for a title, gets the text that is said otherwise."""
+        """The next turn. A request that does not offer the turn's tool, such as an agent's for a
+        title, gets the text that is said otherwise.
+        """
         for task in self.tasks:
-            asked_at = max((at for at, each in enumerate(messages) if each.role == "user" and task.phrase in each.text), default=None)
+            asked_at = max(
+                (at for at, each in enumerate(messages) if each.role == "user" and task.phrase in each.text),
+                default=None,
+            )
             if asked_at is None:
                 continue
             later = messages[asked_at + 1 :]

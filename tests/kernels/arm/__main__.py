@@ -30,7 +30,9 @@ PROCESSORS = {"max": "i8mm", "neoverse-n1": "neon", "cortex-a72": "none"}
 def main(arguments: list[str]) -> None:
     missing = [name for name in PROGRAMS if shutil.which(name) is None] + ([] if SIMDE.exists() else [str(SIMDE)])
     if missing:
-        sys.exit(f"missing: {', '.join(missing)}. On Debian: apt install g++ g++-aarch64-linux-gnu qemu-user libsimde-dev")
+        sys.exit(
+            f"missing: {', '.join(missing)}. On Debian: apt install g++ g++-aarch64-linux-gnu qemu-user libsimde-dev"
+        )
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         here, arm = folder / "here.so", folder / "arm.so"
@@ -38,7 +40,17 @@ def main(arguments: list[str]) -> None:
         compile_or_end(["g++", f'-DPENSTOCK_REGISTRY="{HERE / "registry.inc"}"'], dict.fromkeys(ARM, simde), here)
         compile_or_end(["aarch64-linux-gnu-g++"], ARM, arm)
         compare_bits(folder, here, arm)
-        command = [sys.executable, "-m", "pytest", "-p", "tests.kernels.arm.pretend", "-q", "-n", str(os.cpu_count()), "tests/kernels"]
+        command = [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-p",
+            "tests.kernels.arm.pretend",
+            "-q",
+            "-n",
+            str(os.cpu_count()),
+            "tests/kernels",
+        ]
         command += ["--ignore", "tests/kernels/cuda", "-k", " or ".join(ARM), *arguments]
         sys.exit(subprocess.run(command, env=os.environ | {LIBRARY: str(here)}, check=False).returncode)
 
@@ -50,7 +62,9 @@ def compile_or_end(compiler: list[str], instruction_sets: dict[str, list[str]], 
 
 
 def compare_bits(folder: Path, here: Path, arm: Path) -> None:
-    """Ends the program if a kernel gives other bits on Arm, or with another instruction set, or a machine gets another instruction set than its best."""
+    """Ends the program if a kernel gives other bits on Arm, or with another instruction set, or a
+    machine gets another instruction set than its best.
+    """
     options = ("-std=c++17", "-O1", "-fopenmp", "-ffp-contract=off", str(HERE / "driver.cpp"), "-ldl")
     for compiler, driver in (("g++", "driver-here"), ("aarch64-linux-gnu-g++", "driver-arm")):
         subprocess.run([compiler, *options, "-o", folder / driver], check=True)
@@ -60,7 +74,10 @@ def compare_bits(folder: Path, here: Path, arm: Path) -> None:
             sys.exit(f"QEMU's {processor} gets {found}, not {expected}")
     bits = set()
     for name in ARM:
-        ours, theirs = output(folder / "driver-here", here, name), output(*CROSS, "-cpu", "max", folder / "driver-arm", arm, name)
+        ours, theirs = (
+            output(folder / "driver-here", here, name),
+            output(*CROSS, "-cpu", "max", folder / "driver-arm", arm, name),
+        )
         different = [line for line, other in zip(ours, theirs, strict=True) if line != other]
         if different or not ours:
             sys.exit(f"{name}: other bits on Arm:\n" + "\n".join(different))

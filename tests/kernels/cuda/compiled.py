@@ -1,8 +1,12 @@
-"""Does every kernel compile for the GPUs that we name, and does it fit? No GPU is needed: Triton's wheel brings NVIDIA's assembler.
+"""Does every kernel compile for the GPUs that we name, and does it fit? No GPU is needed: Triton's
+wheel brings NVIDIA's assembler.
 
-Each launch of the backend is compiled instead of run. Prints shared memory, registers, spilled bytes, and the matrix instruction. Fails where one does not
-compile, takes more shared memory than the architecture has, or (FP8) leaves longer sums to tensor cores than it says; where the draw's products may be fused
-with sums; where tiles of one form leave their sums of floats to other instructions, or add and multiply otherwise what follows; where FP8 is not refused on a
+Each launch of the backend is compiled instead of run. Prints shared memory, registers, spilled
+bytes, and the matrix instruction. Fails where one does not
+compile, takes more shared memory than the architecture has, or (FP8) leaves longer sums to tensor
+cores than it says; where the draw's products may be fused
+with sums; where tiles of one form leave their sums of floats to other instructions, or add and
+multiply otherwise what follows; where FP8 is not refused on a
 device that lacks it; and where a step compiles what a server's first steps have not.
 
     python -m tests.kernels.cuda.compiled [80 89 90]
@@ -97,35 +101,65 @@ class Compiler:
         with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
             file.write(compiled.asm["cubin"])
             file.flush()
-            usage = subprocess.run([CUOBJDUMP, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+            usage = subprocess.run(
+                [CUOBJDUMP, "-res-usage", file.name], capture_output=True, text=True, check=True
+            ).stdout
         registers, spilled = (re.findall(rf"{name}:(\d+)", usage)[-1] for name in ("REG", "STACK"))
         instruction = next((name for name in ("wgmma", "tcgen05", "mma.sync") if name in compiled.asm["ptx"]), "-")
         if kernel.__name__ == "attend" or (kernel.__name__ in PRODUCTS and options["FORM"] in FLOAT_FORMS):
-            self.instructions["multiply" if kernel.__name__ in PRODUCTS else "attend", args[0].dtype, options.get("FORM"), options.get("DIM")].add(instruction)
+            self.instructions[
+                "multiply" if kernel.__name__ in PRODUCTS else "attend",
+                args[0].dtype,
+                options.get("FORM"),
+                options.get("DIM"),
+            ].add(instruction)
         if kernel.__name__ in ("multiply", "multiply_experts"):
             residual = args[8] if kernel.__name__ == "multiply" else None
             elements = options["BLOCK_M"] * options["BLOCK_N"] / (32 * options["num_warps"])
-            given = (args[0].dtype, *(each is None for each in (*args[:8], residual)), *(options[name] for name in ("FORM", "FIRST", "GROUP", "ACTIVATION")))
+            given = (
+                args[0].dtype,
+                *(each is None for each in (*args[:8], residual)),
+                *(options[name] for name in ("FORM", "FIRST", "GROUP", "ACTIVATION")),
+            )
             depth = options["BLOCK_K"] if options["FORM"] == WeightForm.FLOAT8_BLOCKS else None  # is the group
-            self.operations[*given, depth, options.get("HAS_PARTS", False)].add(tuple(count / elements for count in operations_in(compiled.asm["ptx"])))
+            self.operations[*given, depth, options.get("HAS_PARTS", False)].add(
+                tuple(count / elements for count in operations_in(compiled.asm["ptx"]))
+            )
         fits = compiled.metadata.shared <= SHARED_BYTES[self.capability]
         keeps_sums_short = begins_with_zeros(compiled.asm["ttir"])
-        is_fused = kernel.__name__ == "draw_tokens" and re.search(r"\b(add|sub|mul)\.f64 ", compiled.asm["ptx"]) is not None
-        wrong = "".join(what for what, holds in ((" TOO MUCH", not fits), (" LONG SUMS", not keeps_sums_short), (" FUSED", is_fused)) if holds)
+        is_fused = (
+            kernel.__name__ == "draw_tokens" and re.search(r"\b(add|sub|mul)\.f64 ", compiled.asm["ptx"]) is not None
+        )
+        wrong = "".join(
+            what
+            for what, holds in ((" TOO MUCH", not fits), (" LONG SUMS", not keeps_sums_short), (" FUSED", is_fused))
+            if holds
+        )
         self.num_wrong += bool(wrong)
         shown = " ".join(f"{name} {options[name]}" for name in SHOWN if options.get(name) is not None)
         memory = f"shared {compiled.metadata.shared:6}{wrong}"
-        print(f"sm_{self.capability} {kernel.__name__:17} {memory} registers {registers:>3} spilled {spilled:>4} {instruction:8} {shown}", flush=True)
+        print(
+            f"sm_{self.capability} {kernel.__name__:17} {memory} registers {registers:>3} spilled {spilled:>4} "
+            f"{instruction:8} {shown}",
+            flush=True,
+        )
         return compiled
 
 
 def operations_in(ptx: str) -> tuple[int, ...]:
-    """How many fused multiply-adds, multiplications and additions of float32 there are; some come in pairs. What is fused is rounded once."""
-    return tuple(len(re.findall(rf"\b{name}\.f32 ", ptx)) + 2 * len(re.findall(rf"\b{name}\.f32x2 ", ptx)) for name in (r"fma\.rn", r"mul", r"add"))
+    """How many fused multiply-adds, multiplications and additions of float32 there are; some come
+    in pairs. What is fused is rounded once.
+    """
+    return tuple(
+        len(re.findall(rf"\b{name}\.f32 ", ptx)) + 2 * len(re.findall(rf"\b{name}\.f32x2 ", ptx))
+        for name in (r"fma\.rn", r"mul", r"add")
+    )
 
 
 def begins_with_zeros(ttir: str) -> bool:
-    """Whether each product of e4m3 is a sum of its own: the compiler could draw what is added to it into the tensor cores, which have fewer bits."""
+    """Whether each product of e4m3 is a sum of its own: the compiler could draw what is added to it
+    into the tensor cores, which have fewer bits.
+    """
     starts = re.findall(r"tt\.dot %\w+, %\w+, (%\w+).* : tensor<\w+xf8E4M3FN> \*", ttir)
     return all(re.search(rf"{start} = arith\.constant dense<0\.0", ttir) for start in starts)
 
@@ -137,7 +171,13 @@ def launch_layers(backend: CudaBackend, matrix: Matrix, quantization: str) -> No
         layer.parts = parts if backend.dtype != torch.float32 else None
         for rows in (1, 64, 512, 513):
             x = torch.zeros(rows, 4096, dtype=backend.dtype)
-            layer(x, norm=x[0].contiguous(), residual=torch.zeros(rows, layer.num_outputs, dtype=backend.dtype) if layer.activation is None else None)
+            layer(
+                x,
+                norm=x[0].contiguous(),
+                residual=torch.zeros(rows, layer.num_outputs, dtype=backend.dtype)
+                if layer.activation is None
+                else None,
+            )
     layer.logits(x)
 
 
@@ -145,7 +185,9 @@ def launch_experts(backend: CudaBackend, quantization: str) -> None:
     """A mixture's kernels, for few rows of an expert and for many."""
 
     def make(*shape: int, is_gated: bool = False) -> CudaLinear:
-        return backend.make_linear(Dense(torch.randn(shape).to(backend.dtype)), quantization=quantization, is_gated=is_gated)
+        return backend.make_linear(
+            Dense(torch.randn(shape).to(backend.dtype)), quantization=quantization, is_gated=is_gated
+        )
 
     experts = backend.group_experts([(make(1536, 2048, is_gated=True), make(2048, 768)) for _ in range(2)], 2)
     assert experts is not None
@@ -158,7 +200,10 @@ def launch_experts(backend: CudaBackend, quantization: str) -> None:
 def launch_finish(layer: CudaLinear) -> None:
     """Launches what follows the vendor's product, which is not compiled here."""
     layer.vendor_from = 1
-    layer(torch.zeros(1, 4096, dtype=layer.dtype), residual=torch.zeros(1, layer.num_outputs, dtype=layer.dtype) if layer.activation is None else None)
+    layer(
+        torch.zeros(1, 4096, dtype=layer.dtype),
+        residual=torch.zeros(1, layer.num_outputs, dtype=layer.dtype) if layer.activation is None else None,
+    )
 
 
 def launch_float8(backend: CudaBackend) -> None:
@@ -185,8 +230,14 @@ def launch_all(capability: int) -> None:
         if not is_wide:
             launch_float8(backend)
             for quantization, is_gated in itertools.product(("none", "w8a8"), (True, False)):
-                launch_finish(backend.make_linear(Dense(torch.randn(512, 4096).to(dtype)), quantization=quantization, is_gated=is_gated))
-        for dim, group in ((128, 0), (64, 0), (256, 0)) if is_wide else ((128, 0), (128, 64), (64, 0), (64, 64), (256, 0), (256, 64)):
+                launch_finish(
+                    backend.make_linear(
+                        Dense(torch.randn(512, 4096).to(dtype)), quantization=quantization, is_gated=is_gated
+                    )
+                )
+        for dim, group in (
+            ((128, 0), (64, 0), (256, 0)) if is_wide else ((128, 0), (128, 64), (64, 0), (64, 64), (256, 0), (256, 64))
+        ):
             try:
                 attention = backend.make_attention(Heads(32, 8, dim), Scores(0.1, 50.0 if dim == 256 else 0.0))
             except StartupError as refusal:
@@ -202,20 +253,36 @@ def launch_all(capability: int) -> None:
                 replace(inputs, block_lens=[(16,) * 50] * 2),
                 replace(inputs, last_seen=[299, *range(10, 80)]),
             ):
-                attention(torch.zeros(71, 48 * dim, dtype=dtype), kv, attention.plan(each, 16), window=None, norms=(norm, norm), eps=1e-6)
+                attention(
+                    torch.zeros(71, 48 * dim, dtype=dtype),
+                    kv,
+                    attention.plan(each, 16),
+                    window=None,
+                    norms=(norm, norm),
+                    eps=1e-6,
+                )
         backend.copy_blocks([kv, kv], [(0, 1)])
         x = torch.zeros(1, 4096, dtype=dtype)
         backend.row_math.add(x, x, norm=x[0].contiguous(), eps=1e-6)
     logits = torch.zeros(2, 128_256)
     for k in (1, 64):
-        wanted = SearchRequest([SamplingParams()] * 2, np.zeros(2, np.uint64), np.ones(2, np.int32), np.full(2, k, np.int32), np.arange(2), np.arange(2))
+        wanted = SearchRequest(
+            [SamplingParams()] * 2,
+            np.zeros(2, np.uint64),
+            np.ones(2, np.int32),
+            np.full(2, k, np.int32),
+            np.arange(2),
+            np.arange(2),
+        )
         backend.row_search.start(logits, wanted)
     backend.row_search.ban(logits, np.zeros(1, np.int64), [np.zeros(128_256 // 8, np.uint8)])
     backend.row_math.finish_logits(logits, multiplier=2.0, cap=30.0)
 
 
 def launch_server(compiler: Compiler) -> None:
-    """A server's first steps compile all that later ones launch, of any number of sequences, tokens and blocks. Nothing is computed: there are any numbers."""
+    """A server's first steps compile all that later ones launch, of any number of sequences, tokens
+    and blocks. Nothing is computed: there are any numbers.
+    """
     for quantization, group in (("none", 0), ("w8a8", 8)):
         with tempfile.TemporaryDirectory() as folder:
             make_model(Path(folder), shape="tiny", dtype="bfloat16", seed=1)
@@ -235,12 +302,24 @@ def launch_server(compiler: Compiler) -> None:
         ):
             for num_computed in (0, 400, 3000):
                 table = tuple(range(256))
-                rows = [BatchRow(handle, (0,) * length, num_computed, table, range(length - 1, length)) for handle, length in enumerate(lens)]
+                rows = [
+                    BatchRow(handle, (0,) * length, num_computed, table, range(length - 1, length))
+                    for handle, length in enumerate(lens)
+                ]
                 batch = ScheduledBatch(tuple(rows), lens.count(1))
                 runner.kv_cache.copy_blocks(((1, 2), (2, 3)))
                 logits = runner.logits(batch, runner.run(batch))
-                for params in (SamplingParams(temperature=0.0, logprobs=5), SamplingParams(top_k=20), SamplingParams(top_k=100), SamplingParams(min_p=0.1)):
-                    begin_reduction(logits, [Sequence(Request(row.handle, "", params), Tokens([0], 1)).prefix() for row in rows], backend.row_search)
+                for params in (
+                    SamplingParams(temperature=0.0, logprobs=5),
+                    SamplingParams(top_k=20),
+                    SamplingParams(top_k=100),
+                    SamplingParams(min_p=0.1),
+                ):
+                    begin_reduction(
+                        logits,
+                        [Sequence(Request(row.handle, "", params), Tokens([0], 1)).prefix() for row in rows],
+                        backend.row_search,
+                    )
         if (late := len(compiler.seen) - known) > 0:
             compiler.num_wrong += late
             print(f"sm_{compiler.capability}: {late} kernels were not compiled when the server began")

@@ -21,15 +21,28 @@ def errors_in(path: Path) -> dict[str, str | None]:
     return {each["name"]: None if each["holds"] else each["error"] for each in json.loads(path.read_text())["cases"]}
 
 
-def test_a_case_that_fails_in_whatever_way_takes_no_other_along(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_case_that_fails_in_whatever_way_takes_no_other_along(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(bench, "WORKER", "tests.kernels.cuda.failing_work")
     monkeypatch.setattr(bench, "is_interpreted", lambda: False)  # cases of a device are bounded in time
     arguments = ["--out", str(tmp_path), "--parts", "kernels"]
     assert bench.run_all(parse(arguments), arguments) == 1
-    expected = {"first": None, "wrong": "", "failing": "RuntimeError: no kernel", "dying": DID_NOT_END, "hanging": DID_NOT_END, "last": None}
+    expected = {
+        "first": None,
+        "wrong": "",
+        "failing": "RuntimeError: no kernel",
+        "dying": DID_NOT_END,
+        "hanging": DID_NOT_END,
+        "last": None,
+    }
     assert errors_in(tmp_path / "gpu.json") == expected
     page = (tmp_path / "gpu.md").read_text()
-    assert "2 of 6 cases hold" in page and "- failing: RuntimeError: no kernel" in page and "- wrong: does not hold" in page
+    assert (
+        "2 of 6 cases hold" in page
+        and "- failing: RuntimeError: no kernel" in page
+        and "- wrong: does not hold" in page
+    )
     assert "| kernel | float32 | 5 |" in page, "what was found before a case failed is there"
     begun = [line.split()[-1] for line in capfd.readouterr().out.splitlines() if line.startswith("ok  ")]
     assert begun == ["first", "last"]

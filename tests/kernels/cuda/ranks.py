@@ -1,4 +1,5 @@
-"""Ranks on the GPU's backend, in Triton's interpreter: processes that exchange columns through torch.distributed, as GPUs do. This is a rank that is not the
+"""Ranks on the GPU's backend, in Triton's interpreter: processes that exchange columns through
+torch.distributed, as GPUs do. This is a rank that is not the
 first: python -m tests.kernels.cuda.ranks PORT RANK SIZE FOLDER QUANTIZATION"""
 
 import os
@@ -32,7 +33,10 @@ class Ranks(LoadedModel):
         store = listen(LOOPBACK, TIMEOUT)
         command = [sys.executable, "-m", "tests.kernels.cuda.ranks", str(store.port)]
         environment = os.environ | {"OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "1"}
-        self.others = [subprocess.Popen([*command, *map(str, (rank, size, folder, quantization))], env=environment) for rank in range(1, size)]
+        self.others = [
+            subprocess.Popen([*command, *map(str, (rank, size, folder, quantization))], env=environment)
+            for rank in range(1, size)
+        ]
         meet_at(store, 0, size, CPU, TIMEOUT)
         self.runner = open_rank(0, size, folder, quantization, self.tell)
 
@@ -60,7 +64,9 @@ def open_rank(rank: int, size: int, folder: Path, quantization: str, tell: Any =
     place = Placement(DistributedRanks(Share(rank, size), range(size), CPU), tell=tell)
     config = LoadedModel.config_of(folder)
     model = load_decoder(place, 0, folder, config, backend, quantization=quantization)
-    return make_runner(place, 0, model, KVCache(model.config, backend, num_blocks=NUM_BLOCKS, block_size=16), backend.row_search)
+    return make_runner(
+        place, 0, model, KVCache(model.config, backend, num_blocks=NUM_BLOCKS, block_size=16), backend.row_search
+    )
 
 
 def main() -> None:

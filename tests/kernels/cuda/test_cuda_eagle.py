@@ -1,4 +1,6 @@
-"""An EAGLE-3 head on the CUDA backend in the interpreter: places that are only written, several of a sequence at once, and single ones."""
+"""An EAGLE-3 head on the CUDA backend in the interpreter: places that are only written, several of
+a sequence at once, and single ones.
+"""
 
 from pathlib import Path
 
@@ -27,9 +29,13 @@ def results(weights: EagleWeights, embedding: Tensor, states: Tensor, backend: B
     assert head.workspace(32, 64).own > 0
     fused = head.fuse(states)
     head.write([EagleChunk(0, list(range(20)), TABLE)], fused[:20], kv, BLOCK)
-    first = head.run([EagleChunk(20, [5, 6], TABLE), EagleChunk(0, [9], (2,)), EagleChunk(0, [9], (1,))], fused[20:24], kv, BLOCK)
+    first = head.run(
+        [EagleChunk(20, [5, 6], TABLE), EagleChunk(0, [9], (2,)), EagleChunk(0, [9], (1,))], fused[20:24], kv, BLOCK
+    )
     found = [head.logits(first).clone()]
-    second = head.run([EagleChunk(22, [7], TABLE), EagleChunk(1, [9], (2,))], head.next_states(first[[1, 2]]), kv, BLOCK)
+    second = head.run(
+        [EagleChunk(22, [7], TABLE), EagleChunk(1, [9], (2,))], head.next_states(first[[1, 2]]), kv, BLOCK
+    )
     return [*found, head.logits(second).clone()]
 
 
@@ -41,6 +47,8 @@ def test_a_head_computes_what_torch_does(tmp_path: Path) -> None:
     target = read_config(SIZES | {"architectures": ["LlamaForCausalLM"]})
     weights = read_eagle(write(tmp_path / "head", tensors, config), config, target, torch.float32, CPU)
     embedding, states = random(VOCAB, HIDDEN), random(24, 3 * HIDDEN, spread=1.0)
-    found, expected = (results(weights, embedding, states, backend) for backend in (CudaBackend(torch.float32, CPU), FLOAT32))
+    found, expected = (
+        results(weights, embedding, states, backend) for backend in (CudaBackend(torch.float32, CPU), FLOAT32)
+    )
     for some, others in zip(found, expected, strict=True):
         torch.testing.assert_close(some, others, atol=1e-3, rtol=1e-3)

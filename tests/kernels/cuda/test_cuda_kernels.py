@@ -44,14 +44,20 @@ def has_held(check: Check) -> bool:
     return True
 
 
-@pytest.mark.parametrize(("form", "dtype"), [("none", FLOAT32), ("none", FLOAT16), ("w4", FLOAT16), *((form, BFLOAT16) for form in FORMS)])
+@pytest.mark.parametrize(
+    ("form", "dtype"), [("none", FLOAT32), ("none", FLOAT16), ("w4", FLOAT16), *((form, BFLOAT16) for form in FORMS)]
+)
 def test_linear_layers(form: str, dtype: torch.dtype) -> None:
-    """An odd number of inputs and parts of a tile, of few rows; one form of many as well, with all that the epilogue adds."""
+    """An odd number of inputs and parts of a tile, of few rows; one form of many as well, with all
+    that the epilogue adds.
+    """
     backend = CudaBackend(dtype, CPU)
     check = check_linear(backend, form, LinearCase(2, 36, 65, has_norm=True))
     assert has_held(check) and (dtype != FLOAT16 or form != "none" or check.error < 4e-4), "float16 has three bits more"
     if form == "w8a8":
-        assert has_held(check_linear(backend, form, LinearCase(66, 24, 40, activation="silu", has_bias=True, has_residual=True)))
+        assert has_held(
+            check_linear(backend, form, LinearCase(66, 24, 40, activation="silu", has_bias=True, has_residual=True))
+        )
 
 
 @pytest.mark.sampled(9)
@@ -79,7 +85,13 @@ def test_a_layers_parts_depend_on_the_whole_layer_and_the_device() -> None:
 
 @pytest.mark.parametrize("activation", ["gelu_tanh", "clamped_swiglu"])
 def test_other_gates(activation: str) -> None:
-    assert has_held(check_linear(CudaBackend(BFLOAT16, CPU), "none", LinearCase(3, 40, 32, activation=activation, has_bias=True, has_residual=True)))
+    assert has_held(
+        check_linear(
+            CudaBackend(BFLOAT16, CPU),
+            "none",
+            LinearCase(3, 40, 32, activation=activation, has_bias=True, has_residual=True),
+        )
+    )
 
 
 @pytest.mark.sampled(4)
@@ -98,7 +110,9 @@ def test_other_gates(activation: str) -> None:
     ],
 )
 def test_attention(dtype: torch.dtype, case: AttentionCase, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In one step and in two; single tokens beside others and beside chunks; over more than one range, and over more than there are programs."""
+    """In one step and in two; single tokens beside others and beside chunks; over more than one
+    range, and over more than there are programs.
+    """
     monkeypatch.setattr(attention_module, "RANGE", 64)
     monkeypatch.setattr(attention_module, "SPLITS", 2)
     assert has_held(check_attention(CudaBackend(dtype, CPU), case))
@@ -106,7 +120,9 @@ def test_attention(dtype: torch.dtype, case: AttentionCase, monkeypatch: pytest.
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize(("dtype", "last", "group"), [(FLOAT32, 1, 0), (BFLOAT16, 18, 8)])
-def test_attention_over_blocks_that_are_tokens_in_part(dtype: torch.dtype, last: int, group: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_attention_over_blocks_that_are_tokens_in_part(
+    dtype: torch.dtype, last: int, group: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(attention_module, "RANGE", 64)
     monkeypatch.setattr(attention_module, "SPLITS", 2)
     assert has_held(check_holes(CudaBackend(dtype, CPU), Heads(2, 1, 16), (16, 3, 16, 1, 16, 16), last, group))
@@ -114,7 +130,9 @@ def test_attention_over_blocks_that_are_tokens_in_part(dtype: torch.dtype, last:
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize(("dtype", "window", "group"), [(FLOAT32, None, 0), (BFLOAT16, 30, 8)])
-def test_attention_of_spans_that_see_each_other(dtype: torch.dtype, window: int | None, group: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_attention_of_spans_that_see_each_other(
+    dtype: torch.dtype, window: int | None, group: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(attention_module, "RANGE", 64)
     monkeypatch.setattr(attention_module, "SPLITS", 2)
     assert has_held(check_spans(CudaBackend(dtype, CPU), Heads(2, 1, 32), window, group))
@@ -157,7 +175,11 @@ def test_finishing_logits() -> None:
 @pytest.mark.parametrize("quantization", ["none", "w8a8", "w4"])
 def test_a_nan_of_a_row_is_all_that_comes_of_it(quantization: str) -> None:
     backend = CudaBackend(BFLOAT16, CPU)
-    layer = backend.make_linear(Dense(torch.randn(32, 64, generator=torch.Generator().manual_seed(1)).bfloat16()), quantization=quantization, group=32)
+    layer = backend.make_linear(
+        Dense(torch.randn(32, 64, generator=torch.Generator().manual_seed(1)).bfloat16()),
+        quantization=quantization,
+        group=32,
+    )
     x = torch.ones(3, 64).bfloat16()
     x[1, 40] = torch.nan
     found = layer(x)
@@ -168,14 +190,18 @@ def test_tables_of_even_steps_are_counted_and_others_are_looked_up() -> None:
     assert read_table(torch.arange(-8, 8, dtype=torch.int8))[0] == -8
     first, words = read_table(torch.tensor(NF4_TABLE, dtype=torch.int8))
     assert first is None
-    assert [value for word in words for value in memoryview(word.to_bytes(8, "little", signed=True)).cast("b")] == list(NF4_TABLE)
+    assert [value for word in words for value in memoryview(word.to_bytes(8, "little", signed=True)).cast("b")] == list(
+        NF4_TABLE
+    )
 
 
 def test_what_no_kernel_reads_is_widened() -> None:
     """Groups of 16 inputs; and anything quantized, in float32."""
     codes = torch.randint(-9, 9, (8, 32), dtype=torch.int8)
     narrow = Grouped(codes, torch.ones(8, 2).half(), 16)
-    assert not CudaBackend(BFLOAT16, CPU).is_kept(narrow) and not CudaBackend(FLOAT32, CPU).is_kept(Grouped(codes, torch.ones(8, 1).half(), 32))
+    assert not CudaBackend(BFLOAT16, CPU).is_kept(narrow) and not CudaBackend(FLOAT32, CPU).is_kept(
+        Grouped(codes, torch.ones(8, 1).half(), 32)
+    )
     layer = CudaBackend(BFLOAT16, CPU).make_linear(narrow)
     assert isinstance(layer, CudaLinear) and torch.equal(layer.weight, codes.bfloat16())
 
@@ -204,12 +230,18 @@ def test_ranges_have_one_length_and_then_double() -> None:
     """16 of 512 positions, 8 of 1,024, 8 of 2,048, up to the last position there can be."""
     lengths = [512] * 16 + [512 << doublings for doublings in range(1, 18) for _ in range(8)]
     starts = [sum(lengths[:number]) for number in range(len(lengths))]
-    positions = [start + offset for start, length in zip(starts, lengths, strict=True) for offset in (0, length // 2, length - 1)]
+    positions = [
+        start + offset for start, length in zip(starts, lengths, strict=True) for offset in (0, length // 2, length - 1)
+    ]
     positions += [0] * (512 - len(positions))
     found, begin = torch.zeros(2, 512, dtype=torch.int32)
     find_ranges[(1,)](torch.tensor(positions, dtype=torch.int32), found, begin, COUNT=512, RANGE=512)
     expected = [number for number in range(len(lengths)) for _ in range(3)]
-    assert found[: len(expected)].tolist() == expected == [attention_module.count_ranges(each + 1) - 1 for each in positions[: len(expected)]]
+    assert (
+        found[: len(expected)].tolist()
+        == expected
+        == [attention_module.count_ranges(each + 1) - 1 for each in positions[: len(expected)]]
+    )
     assert begin[: len(expected)].tolist() == [starts[number] for number in expected]
     assert attention_module.count_ranges(131_072) == 48
 
@@ -223,8 +255,14 @@ def test_blocks_are_copied_in_all_layers_one_after_the_other(group: int) -> None
         layer.view(torch.uint8).random_(0, 256, generator=torch.Generator().manual_seed(1))
     expected = [layer[:, [2, 1, 5, 0, 0, 5]].clone() for layer in layers]
     backend.copy_blocks(layers, copies)
-    assert all(torch.equal(found.view(torch.uint8), wanted.view(torch.uint8)) for found, wanted in zip(layers, expected, strict=True))
+    assert all(
+        torch.equal(found.view(torch.uint8), wanted.view(torch.uint8))
+        for found, wanted in zip(layers, expected, strict=True)
+    )
     others = [layer.clone() for layer in layers]
     TORCH.copy_blocks(others, copies[:1])
     backend.copy_blocks(layers, copies[:1])
-    assert all(torch.equal(found.view(torch.uint8), wanted.view(torch.uint8)) for found, wanted in zip(layers, others, strict=True))
+    assert all(
+        torch.equal(found.view(torch.uint8), wanted.view(torch.uint8))
+        for found, wanted in zip(layers, others, strict=True)
+    )

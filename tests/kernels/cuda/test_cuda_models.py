@@ -1,4 +1,5 @@
-"""A whole model on the CUDA backend in the interpreter: torch's tokens in float32, and a sequence's bits in any company.
+"""A whole model on the CUDA backend in the interpreter: torch's tokens in float32, and a sequence's
+bits in any company.
 
 `make verify SUITE=cuda-kernels` has more.
 """
@@ -23,9 +24,18 @@ from tests.kernels.backends import CPU, FLOAT32
 from tests.kernels.families import reference_model
 
 SIZES = {
-    "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
-    "max_position_embeddings": 128, "eos_token_id": 1, "bos_token_id": None, "pad_token_id": 0, "head_dim": 16,
-}  # fmt: skip
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "eos_token_id": 1,
+    "bos_token_id": None,
+    "pad_token_id": 0,
+    "head_dim": 16,
+}
 CONFIG = LlamaConfig(**SIZES | {"num_hidden_layers": 1})
 
 
@@ -48,7 +58,8 @@ def test_tokens_are_the_same_with_a_step_in_flight(model: Path) -> None:
 
 
 def test_short_steps_are_recorded_by_bucket_and_filled_in_one_piece(model: Path) -> None:
-    """Three sequences are padded to four. From the second step on, the recording of the first computes them, and what is tapped. Their prompts are short
+    """Three sequences are padded to four. From the second step on, the recording of the first
+    computes them, and what is tapped. Their prompts are short
     enough for a recording, too."""
     backend = CudaBackend(torch.float32, CPU)
     loaded, plain = LoadedModel(model, backend), LoadedModel(model, FLOAT32)
@@ -71,12 +82,15 @@ def test_short_steps_are_recorded_by_bucket_and_filled_in_one_piece(model: Path)
 
 
 @pytest.mark.more
-def test_tokens_with_drafts_are_recorded_and_have_the_bits_of_steps_of_one(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tokens_with_drafts_are_recorded_and_have_the_bits_of_steps_of_one(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     check_drafts(model, monkeypatch, longest=9)  # 17, the most, in more_models.py
 
 
 def check_drafts(model: Path, monkeypatch: pytest.MonkeyPatch, *, longest: int) -> None:
-    """Rows of one token, of some, and of more than a tile's eight queries; over more than one range, and over more than there are programs. Where the steps
+    """Rows of one token, of some, and of more than a tile's eight queries; over more than one
+    range, and over more than there are programs. Where the steps
     of one kind differ, one recording computes them, and where nothing is recorded the bits are the same."""
     monkeypatch.setattr(attention_module, "RANGE", 64)
     monkeypatch.setattr(attention_module, "SPLITS", 1)
@@ -90,7 +104,9 @@ def check_drafts(model: Path, monkeypatch: pytest.MonkeyPatch, *, longest: int) 
     [tokens] = make_prompts(64, (80,))
 
     def row(number: int, first: int, last: int) -> BatchRow:
-        return BatchRow(number, tuple(tokens[first:last]), first, tuple(range(6 * number, 6 * number + 6)), range(last - first))
+        return BatchRow(
+            number, tuple(tokens[first:last]), first, tuple(range(6 * number, 6 * number + 6)), range(last - first)
+        )
 
     def logits_of(*steps: list[tuple[int, int, int]]) -> list[torch.Tensor]:
         """Logits by sequence, of the tokens of `spans`. steps: (sequence, first, last) of each."""
@@ -107,7 +123,12 @@ def check_drafts(model: Path, monkeypatch: pytest.MonkeyPatch, *, longest: int) 
     spans = [(0, 20, 21), (1, 40, 45), (2, 60, 60 + longest)]
     runner.run(ScheduledBatch(tuple(row(number, 0, first) for number, first, _ in spans), 0))
     prompts = [kv.clone() for kv in runner.kv_cache.layers]
-    one_by_one = logits_of(*([(number, first + at, first + at + 1) for number, first, last in spans if first + at < last] for at in range(longest)))
+    one_by_one = logits_of(
+        *(
+            [(number, first + at, first + at + 1) for number, first, last in spans if first + at < last]
+            for at in range(longest)
+        )
+    )
     num_kinds = len(stack.recordings)
     replayed.clear()
     at_once, in_two = logits_of(spans), logits_of([(0, 20, 21), (1, 40, 42), spans[2]], [(1, 42, 45)])
@@ -126,18 +147,28 @@ def test_a_recording_belongs_to_its_cache(model: Path, monkeypatch: pytest.Monke
     assert isinstance(stack, CudaStack)
     monkeypatch.setattr(CudaStack, "run", lambda _self, x, *_: x)
     angles = torch.zeros(1, 8)
-    plan = stack.attention.plan(AttentionInputs([1], [1], [(0,)], torch.zeros(1, dtype=torch.int64), ((angles, angles),)), 16)
+    plan = stack.attention.plan(
+        AttentionInputs([1], [1], [(0,)], torch.zeros(1, dtype=torch.int64), ((angles, angles),)), 16
+    )
     first, second, third = (torch.zeros(2, 4, 2 * 16 * 16) for _ in range(3))
-    for number, layers in enumerate(([first, second], [first, second], [first, third], [first[:, :2], second]), start=1):
+    for number, layers in enumerate(
+        ([first, second], [first, second], [first, third], [first[:, :2], second]), start=1
+    ):
         stack(torch.zeros(1, 32), layers, plan)
         assert len(stack.recordings) == max(1, number - 1)
 
 
 @pytest.mark.more
 def test_the_largest_step_can_be_run_to_be_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a GPU it says how much memory is left for the KV cache. What a mixture of experts takes between them is measured too."""
+    """On a GPU it says how much memory is left for the KV cache. What a mixture of experts takes
+    between them is measured too.
+    """
     config = Qwen2MoeConfig(
-        **SIZES | {"num_hidden_layers": 1}, num_experts=2, num_experts_per_tok=2, moe_intermediate_size=16, shared_expert_intermediate_size=16
+        **SIZES | {"num_hidden_layers": 1},
+        num_experts=2,
+        num_experts_per_tok=2,
+        moe_intermediate_size=16,
+        shared_expert_intermediate_size=16,
     )
     reference_model("qwen2-moe", tmp_path, config=config)
     backend, run = CudaBackend(torch.bfloat16, CPU), CudaExperts.run
@@ -156,12 +187,22 @@ def test_the_largest_step_can_be_run_to_be_measured(tmp_path: Path, monkeypatch:
 
 
 def test_no_step_moves_what_recordings_read(model: Path) -> None:
-    """The largest step's numbers have their places before the first step: nothing that is recorded is dropped for a longer prompt."""
+    """The largest step's numbers have their places before the first step: nothing that is recorded
+    is dropped for a longer prompt.
+    """
     backend = CudaBackend(torch.bfloat16, CPU)
     loaded = LoadedModel(model, backend)
     loaded.model.workspace(300, 8, 400)
     runner, generation = loaded.make_runner(32), backend.buffers.generation
     for length in (70, 150, 300):
-        row = BatchRow(0, (5,) * length, 0, tuple(range(20)), range(length - 1, length), target_ids=(5,) * (length - 1), first_target=1)
+        row = BatchRow(
+            0,
+            (5,) * length,
+            0,
+            tuple(range(20)),
+            range(length - 1, length),
+            target_ids=(5,) * (length - 1),
+            first_target=1,
+        )
         runner.prepare(ScheduledBatch((row,), 0))
         assert backend.buffers.generation == generation

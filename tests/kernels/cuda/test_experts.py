@@ -1,4 +1,6 @@
-"""A mixture's experts in few launches, in the interpreter: the same bits as expert by expert, whoever else is in the step."""
+"""A mixture's experts in few launches, in the interpreter: the same bits as expert by expert,
+whoever else is in the step.
+"""
 
 import pytest
 import torch
@@ -17,13 +19,19 @@ from tests.kernels.backends import CPU, FLOAT32
 EXPERTS, ACTIVE, HIDDEN, INTER = 3, 2, 40, 32
 
 
-def make_experts(backend: CudaBackend, form: str, activation: str = "silu") -> tuple[list[Expert], list[tuple[Linear, Linear]]]:
+def make_experts(
+    backend: CudaBackend, form: str, activation: str = "silu"
+) -> tuple[list[Expert], list[tuple[Linear, Linear]]]:
     experts = []
     for seed in range(EXPERTS):
-        gate_up, down = (randn(*shape, seed=seed, scale=0.2).to(backend.dtype) for shape in ((2 * INTER, HIDDEN), (HIDDEN, INTER)))
+        gate_up, down = (
+            randn(*shape, seed=seed, scale=0.2).to(backend.dtype) for shape in ((2 * INTER, HIDDEN), (HIDDEN, INTER))
+        )
         gate_up_bias, down_bias = (randn(size, seed=50 + seed).to(backend.dtype) for size in (2 * INTER, HIDDEN))
         first = backend.make_linear(make_matrix(gate_up, form, 32), gate_up_bias, is_gated=True, activation=activation)
-        experts.append(Expert(first, backend.make_linear(make_matrix(down, form, 32), down_bias if activation != "silu" else None)))
+        experts.append(
+            Expert(first, backend.make_linear(make_matrix(down, form, 32), down_bias if activation != "silu" else None))
+        )
     return experts, [(each.gate_up, each.down) for each in experts]
 
 
@@ -34,7 +42,9 @@ def group(backend: CudaBackend, pairs: list[tuple[Linear, Linear]], first: int =
 
 
 def rows_and_choice(dtype: torch.dtype, num_rows: int) -> tuple[Tensor, Tensor]:
-    return randn(num_rows, HIDDEN, seed=7).to(dtype), FLOAT32.row_math.choose_experts(randn(num_rows, EXPERTS, seed=8), ACTIVE, has_normalized_weights=False)[0]
+    return randn(num_rows, HIDDEN, seed=7).to(dtype), FLOAT32.row_math.choose_experts(
+        randn(num_rows, EXPERTS, seed=8), ACTIVE, has_normalized_weights=False
+    )[0]
 
 
 @pytest.mark.sampled(5)
@@ -57,7 +67,9 @@ def test_larger_tiles_have_the_same_bits(form: str, num_rows: int) -> None:
     x, chosen = randn(num_rows, HIDDEN, seed=7).bfloat16(), torch.tensor([[2, 0]]).expand(num_rows, 2).contiguous()
     together = grouped.run(x, chosen)
     some = [0, num_rows // 2, num_rows - 1]
-    assert torch.equal(together[some], torch.cat([grouped.run(x[row : row + 1], chosen[row : row + 1]) for row in some]))
+    assert torch.equal(
+        together[some], torch.cat([grouped.run(x[row : row + 1], chosen[row : row + 1]) for row in some])
+    )
 
 
 def test_a_range_of_experts_writes_its_own_rows_alone() -> None:
@@ -74,7 +86,11 @@ def test_a_range_of_experts_writes_its_own_rows_alone() -> None:
 
 
 @settings(max_examples=10, deadline=None)
-@given(chosen=st.lists(st.integers(0, EXPERTS - 1), min_size=1, max_size=30), first=st.integers(0, 1), rows=st.sampled_from([2, 16]))
+@given(
+    chosen=st.lists(st.integers(0, EXPERTS - 1), min_size=1, max_size=30),
+    first=st.integers(0, 1),
+    rows=st.sampled_from([2, 16]),
+)
 def test_tiles_hold_each_pair_of_the_range_once_and_in_order(chosen: list[int], first: int, rows: int) -> None:
     backend = CudaBackend(torch.float32, CPU)
     _, pairs = make_experts(backend, "none")
@@ -111,7 +127,12 @@ def test_the_weighted_sum_is_the_definitions(has_residual: bool) -> None:
     expected = FLOAT32.row_math.add_experts(x, results, weights, shared=None, has_residual=has_residual)
     assert torch.equal(row_math.add_experts(x, results, weights, shared=None, has_residual=has_residual), expected)
     found = row_math.add_experts(x, results, weights, shared=shared, has_residual=has_residual)
-    torch.testing.assert_close(found, FLOAT32.row_math.add_experts(x, results, weights, shared=shared, has_residual=has_residual), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(
+        found,
+        FLOAT32.row_math.add_experts(x, results, weights, shared=shared, has_residual=has_residual),
+        atol=1e-5,
+        rtol=1e-5,
+    )
 
 
 def test_experts_of_several_forms_are_called_one_by_one() -> None:

@@ -1,4 +1,6 @@
-"""Recorded steps: when a recording is used, and when it is dropped; and the buffers that they read. No kernel runs here."""
+"""Recorded steps: when a recording is used, and when it is dropped; and the buffers that they read.
+No kernel runs here.
+"""
 
 import torch
 
@@ -91,7 +93,10 @@ def test_numbers_are_there_after_the_upload_in_one_piece_and_stay_where_they_are
     buffers.upload()
     assert (first.tolist(), second.tolist(), buffers.num_uploads) == ([1, 2, 3], [4], 1)
     places, generation = (first.data_ptr(), second.data_ptr()), buffers.generation
-    assert (buffers.fill("first", [5]).data_ptr(), buffers.fill("second", [6, 7]).data_ptr()) == places and buffers.generation == generation
+    assert (
+        buffers.fill("first", [5]).data_ptr(),
+        buffers.fill("second", [6, 7]).data_ptr(),
+    ) == places and buffers.generation == generation
     buffers.upload()
     buffers.upload()
     assert buffers.num_uploads == 2, "nothing was filled"
@@ -114,6 +119,12 @@ def test_a_step_recorded_while_the_buffers_grow_is_not_run_again_where_they_were
     for number in range(1, 4):
         slots, tables = buffers.fill("slots", [number]), buffers.fill("tables", [10 * number] * 100_000)
         buffers.upload()
-        found.append(recordings.run("step", lambda slots=slots, tables=tables: slots + tables[:1], lambda: buffers.generation).tolist())
+        found.append(
+            recordings.run(
+                "step", lambda slots=slots, tables=tables: slots + tables[:1], lambda: buffers.generation
+            ).tolist()
+        )
     assert found == [[11], [22], [33]]
-    assert (recorder.num_recorded, recorder.num_replayed) == (2, 1), "dropped once, when the first name had its new place"
+    assert (recorder.num_recorded, recorder.num_replayed) == (2, 1), (
+        "dropped once, when the first name had its new place"
+    )

@@ -12,7 +12,18 @@ from shared.model import noise
 def test_the_noise_has_the_bits_of_numpys() -> None:
     """Uniform numbers at their borders, numbers of all binades, what is not normal, and tokens of several rows."""
     rng = np.random.default_rng(3)
-    edges = [2.0**-53, 1 - 2.0**-53, 0.5, np.sqrt(0.5), np.nextafter(np.sqrt(0.5), 0), 1.0, 2.0**-1022, 2.0**-1074, 2.0**-1060, np.finfo(np.float64).max]
+    edges = [
+        2.0**-53,
+        1 - 2.0**-53,
+        0.5,
+        np.sqrt(0.5),
+        np.nextafter(np.sqrt(0.5), 0),
+        1.0,
+        2.0**-1022,
+        2.0**-1074,
+        2.0**-1060,
+        np.finfo(np.float64).max,
+    ]
     x = np.concatenate([rng.random(1000), np.exp(rng.uniform(-708, 709, 1000)), 1 - 2.0 ** -np.arange(1.0, 54), edges])
     x = np.resize(x, 4096)
     found = torch.empty(len(x), dtype=torch.float64)
@@ -21,7 +32,9 @@ def test_the_noise_has_the_bits_of_numpys() -> None:
     states, token_ids = rng.integers(0, 1 << 64, 4, dtype=np.uint64), rng.integers(-1, 1 << 31, (4, 256))
     token_ids[:, :2] = noise.TAIL_ID, 0
     found = torch.empty((4, 256), dtype=torch.float64)
-    noises[(4,)](torch.from_numpy(states.view(np.int64)), torch.from_numpy(token_ids), found, SIZE=256, enable_fp_fusion=False)
+    noises[(4,)](
+        torch.from_numpy(states.view(np.int64)), torch.from_numpy(token_ids), found, SIZE=256, enable_fp_fusion=False
+    )
     assert found.numpy().tobytes() == noise.gumbel(noise.unit(noise.token_bits(states, token_ids))).tobytes()
 
 

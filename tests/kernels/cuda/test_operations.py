@@ -23,13 +23,31 @@ from tests.kernels.backends import CPU
 from tests.kernels.cuda.test_cuda_models import SIZES
 from tests.kernels.families import LINEAR_ROPE, LOCAL_ROPE, reference_model
 
-MEMORY = {"aten.empty.memory_format", "aten.empty_like.default", "aten.view.default", "aten.slice.Tensor"}  # taken, and looked at
-VENDORS = {"none": {"aten.matmul.default"}, "w8a8": {"aten._int_mm.default", "aten.matmul.default"}, "w4": {"aten._int_mm.default", "aten.matmul.default"}}
-READS = ("_local_scalar_dense", "nonzero", "is_nonzero", "equal", "masked_select", "unique", "repeat_interleave.Tensor")  # the host waits for their results
+MEMORY = {
+    "aten.empty.memory_format",
+    "aten.empty_like.default",
+    "aten.view.default",
+    "aten.slice.Tensor",
+}  # taken, and looked at
+VENDORS = {
+    "none": {"aten.matmul.default"},
+    "w8a8": {"aten._int_mm.default", "aten.matmul.default"},
+    "w4": {"aten._int_mm.default", "aten.matmul.default"},
+}
+READS = (
+    "_local_scalar_dense",
+    "nonzero",
+    "is_nonzero",
+    "equal",
+    "masked_select",
+    "unique",
+    "repeat_interleave.Tensor",
+)  # the host waits for their results
 DRAWS = (
-    SamplingParams(max_tokens=9, temperature=0.0), SamplingParams(max_tokens=9, top_p=0.9, logprobs=2),
+    SamplingParams(max_tokens=9, temperature=0.0),
+    SamplingParams(max_tokens=9, top_p=0.9, logprobs=2),
     SamplingParams(max_tokens=9, frequency_penalty=0.5, repetition_penalty=1.1, min_tokens=3, logit_bias={3: 1.0}),
-)  # fmt: skip
+)
 
 
 class Operations(TorchDispatchMode):
@@ -58,7 +76,7 @@ def singles(count: int) -> ScheduledBatch:
 @pytest.mark.parametrize("is_variant", [False, True])
 def test_a_recording_holds_kernels_and_memory_and_nothing_else(
     quantization: str, is_variant: bool, tmp_path: Path, launches: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:  # fmt: skip
+) -> None:
     """While CUDA records nothing may be copied from or read by the host."""
     reference_model("llama", tmp_path, config=LlamaConfig(**SIZES | {"num_hidden_layers": 2}))
     recorded, run, per_step = Operations(), CudaStack.run, []
@@ -77,13 +95,19 @@ def test_a_recording_holds_kernels_and_memory_and_nothing_else(
         runner.run(singles(count))
     assert recorded.seen <= MEMORY | (VENDORS[quantization] | {"aten.numpy_T.default"} if is_variant else set())
     assert recorded.seen & VENDORS[quantization] or not is_variant, "70 rows are multiplied by the vendor's"
-    assert per_step[0] == 2 * (9 if quantization == "none" else 11), "launches a layer, as docs/understand/gpu.md counts them"
+    assert per_step[0] == 2 * (9 if quantization == "none" else 11), (
+        "launches a layer, as docs/understand/gpu.md counts them"
+    )
 
 
 @pytest.mark.parametrize("quantization", ["none", "w8a8"])
-def test_a_mixtures_layers_are_recorded_like_others(quantization: str, tmp_path: Path, launches: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_mixtures_layers_are_recorded_like_others(
+    quantization: str, tmp_path: Path, launches: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The number of launches does not depend on the number of experts, and nothing asks how many rows one gets."""
-    config = Qwen2MoeConfig(**SIZES, num_experts=5, num_experts_per_tok=2, moe_intermediate_size=24, shared_expert_intermediate_size=24)
+    config = Qwen2MoeConfig(
+        **SIZES, num_experts=5, num_experts_per_tok=2, moe_intermediate_size=24, shared_expert_intermediate_size=24
+    )
     reference_model("qwen2-moe", tmp_path, config=config)
     recorded, run = Operations(), CudaStack.run
 
@@ -101,26 +125,40 @@ def test_a_mixtures_layers_are_recorded_like_others(quantization: str, tmp_path:
 
 
 def test_nothing_of_a_step_waits_for_the_device(tmp_path: Path, launches: list[str]) -> None:
-    """Before its candidates are read: it is prepared on tokens that the device has drawn, its logits are edited, and searched."""
+    """Before its candidates are read: it is prepared on tokens that the device has drawn, its
+    logits are edited, and searched.
+    """
     reference_model("llama", tmp_path, config=LlamaConfig(**SIZES))
     backend = CudaBackend(torch.bfloat16, CPU)
     runner = LoadedModel(tmp_path, backend).make_runner(16)
     for lens in ([1] * 9, [1, 1, 40]):
         rows = [
-            BatchRow(handle, (5,) * (length - 1) + (5 if handle else PENDING,), 0, (0, 1, 2), range(length - 1, length)) for handle, length in enumerate(lens)
+            BatchRow(handle, (5,) * (length - 1) + (5 if handle else PENDING,), 0, (0, 1, 2), range(length - 1, length))
+            for handle, length in enumerate(lens)
         ]
         batch = ScheduledBatch(tuple(rows), lens.count(1))
-        sequences = [Sequence(Request(row.handle, "", DRAWS[row.handle % len(DRAWS)], eos_token_ids=(1,)), Tokens([5, *row.token_ids], 1)) for row in rows]
+        sequences = [
+            Sequence(
+                Request(row.handle, "", DRAWS[row.handle % len(DRAWS)], eos_token_ids=(1,)),
+                Tokens([5, *row.token_ids], 1),
+            )
+            for row in rows
+        ]
         with Operations() as asked:
             hidden = runner.run(batch, DrawnTokens(torch.tensor([7, 8]), {batch.rows[0].key(lens[0] - 1): 1}))
-            begin_reduction(runner.logits(batch, hidden), [sequence.prefix() for sequence in sequences], backend.row_search)
+            begin_reduction(
+                runner.logits(batch, hidden), [sequence.prefix() for sequence in sequences], backend.row_search
+            )
         assert asked.seen and not [name for name in asked.seen if any(each in name for each in READS)]
-        assert {"rotate_and_write", "attend", "multiply", "largest_logits", "sum_masses", "draw_tokens"} <= set(launches)
+        assert {"rotate_and_write", "attend", "multiply", "largest_logits", "sum_masses", "draw_tokens"} <= set(
+            launches
+        )
 
 
 @pytest.mark.usefixtures("launches")
 def test_memory_is_set_aside_for_all_recordings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """After the largest a device has 1,000 bytes less, after six more nothing less, for the driver takes memory by chunks: for each of the other 21 a sixth of
+    """After the largest a device has 1,000 bytes less, after six more nothing less, for the driver
+    takes memory by chunks: for each of the other 21 a sixth of
     one. There are eleven sizes, each with holes and without. The model's layers rotate in two ways."""
     ropes = {"rope_parameters": {"full_attention": LINEAR_ROPE, "sliding_attention": LOCAL_ROPE}}
     more = {"sliding_window": 12, "layer_types": ["sliding_attention", "full_attention"], "num_hidden_layers": 2}

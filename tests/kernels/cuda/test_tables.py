@@ -1,4 +1,6 @@
-"""Block tables on the device: after each step they are those of its sequences, and only what is new was written. The slots that are found from them."""
+"""Block tables on the device: after each step they are those of its sequences, and only what is new
+was written. The slots that are found from them.
+"""
 
 from typing import Any
 
@@ -35,7 +37,9 @@ class Writes:
 @examples(80)
 @given(data=st.data())
 def test_a_steps_rows_hold_its_tables(data: Any) -> None:
-    """Tables grow, lose their ends, get other blocks; sequences come, go, and come again; more of them live than there are rows."""
+    """Tables grow, lose their ends, get other blocks; sequences come, go, and come again; more of
+    them live than there are rows.
+    """
     with pytest.MonkeyPatch.context() as patch:
         writes = Writes()
         patch.setattr(kernels, "write_tables", writes)
@@ -50,7 +54,9 @@ def test_a_steps_rows_hold_its_tables(data: Any) -> None:
                 known[handle] = (*kept, *data.draw(blocks))[:WIDTH]
             given = [known[handle] for handle in handles]
             has_lens = data.draw(st.booleans())
-            rows = tables.update(handles, given, [tuple(16 - each for each in table) for table in given] if has_lens else None)
+            rows = tables.update(
+                handles, given, [tuple(16 - each for each in table) for table in given] if has_lens else None
+            )
             assert len(set(rows)) == len(rows)
             for row, table in zip(rows, given, strict=True):
                 assert tuple(tables.held[0, row, : len(table)].tolist()) == table
@@ -58,7 +64,9 @@ def test_a_steps_rows_hold_its_tables(data: Any) -> None:
             before = writes.num_written
             tables.update(handles, given, None)
             assert writes.num_written == before, "nothing is new"
-            known.update({handle: (*table, 1) for handle, table in zip(handles, given, strict=True) if len(table) < WIDTH})
+            known.update(
+                {handle: (*table, 1) for handle, table in zip(handles, given, strict=True) if len(table) < WIDTH}
+            )
             tables.update(handles, [known[handle] for handle in handles], None)
             assert writes.num_written - before == sum(len(table) < WIDTH for table in given), "one block each"
 
@@ -75,8 +83,14 @@ def test_slots_are_found_in_chunks_and_for_single_tokens() -> None:
         expected += [table[place // BLOCK_SIZE] * BLOCK_SIZE + place % BLOCK_SIZE for place in range(first, last)]
         origin += last - first
     slots = torch.zeros(origin, dtype=torch.int64)
-    kernels.find_slots[(3,)](torch.tensor(contexts, dtype=torch.int32), tables.held, slots, tables.width, BLOCK_SIZE=BLOCK_SIZE, BLOCK=256)
+    kernels.find_slots[(3,)](
+        torch.tensor(contexts, dtype=torch.int32), tables.held, slots, tables.width, BLOCK_SIZE=BLOCK_SIZE, BLOCK=256
+    )
     assert slots.tolist() == expected and buffers.generation == generation
     tables.reserve(3, 41)
     assert buffers.generation == generation + 1, "recordings read where it was"
-    assert tables.held.sum() == 0 and tables.update([4], given[:1], None) == [0] and tables.held[0, 0, :3].tolist() == [7, 3, 9]
+    assert (
+        tables.held.sum() == 0
+        and tables.update([4], given[:1], None) == [0]
+        and tables.held[0, 0, :3].tolist() == [7, 3, 9]
+    )

@@ -49,16 +49,36 @@ class NativeAttention:
         heads, num_tokens = self.heads, len(inputs.slot_mapping)
         out = self.buffers.take("attention", (num_tokens, heads.num_heads * heads.head_dim), torch.bfloat16)
         rotation = Rotation(
-            slots=inputs.slot_mapping.data_ptr(), tokens=num_tokens, num_heads=heads.num_heads, head_dim=heads.head_dim,
+            slots=inputs.slot_mapping.data_ptr(),
+            tokens=num_tokens,
+            num_heads=heads.num_heads,
+            head_dim=heads.head_dim,
             rotary_dim=heads.rotary_dim or heads.head_dim,
-        )  # fmt: skip
+        )
         attention = AttentionArguments(
-            query_starts=starts.data_ptr(), context_lens=contexts.data_ptr(), block_tables=tables.data_ptr(),
-            block_lens=pointer(lens), last_seen=pointer(last_seen), num_sequences=len(contexts), table_width=width,
-            num_heads=heads.num_heads, head_dim=heads.head_dim, sharing=heads.sharing, num_before=heads.num_before,
-            scale=self.scores.scale, cap=self.scores.cap, out=out.data_ptr(), out_stride=out.shape[1],
-        )  # fmt: skip
-        kept = (starts, contexts, tables, inputs.slot_mapping, *(each for each in (lens, last_seen) if each is not None))
+            query_starts=starts.data_ptr(),
+            context_lens=contexts.data_ptr(),
+            block_tables=tables.data_ptr(),
+            block_lens=pointer(lens),
+            last_seen=pointer(last_seen),
+            num_sequences=len(contexts),
+            table_width=width,
+            num_heads=heads.num_heads,
+            head_dim=heads.head_dim,
+            sharing=heads.sharing,
+            num_before=heads.num_before,
+            scale=self.scores.scale,
+            cap=self.scores.cap,
+            out=out.data_ptr(),
+            out_stride=out.shape[1],
+        )
+        kept = (
+            starts,
+            contexts,
+            tables,
+            inputs.slot_mapping,
+            *(each for each in (lens, last_seen) if each is not None),
+        )
         return NativePlan(rotation, attention, out, inputs.ropes, kept)
 
     def _table(self, name: str, of_blocks: list[tuple[int, ...]], width: int) -> Tensor:
@@ -92,7 +112,14 @@ class NativeAttention:
 def cache_rows(kv: Tensor, head_dim: int) -> CacheRows:
     """A layer's cache, as make_kv_layer made it."""
     keys, (_, _, num_kv_heads, block_size, row) = kv.data_ptr(), kv.shape
-    return CacheRows(keys, keys + kv.stride(0) * kv.element_size(), block_size, num_kv_heads, row * kv.element_size(), kv_group(kv, head_dim))
+    return CacheRows(
+        keys,
+        keys + kv.stride(0) * kv.element_size(),
+        block_size,
+        num_kv_heads,
+        row * kv.element_size(),
+        kv_group(kv, head_dim),
+    )
 
 
 def is_joint(q_norm: Tensor | None, head_dim: int) -> bool:

@@ -47,15 +47,44 @@ class CpuBackend:
         return all(map(is_packable, matrix.parts)) if isinstance(matrix, Joined) else is_packable(matrix)
 
     def make_linear(
-        self, matrix: Matrix, bias: Tensor | None = None, *, quantization: str = "none", group: int = 32, is_gated: bool = False, activation: str = "silu",
+        self,
+        matrix: Matrix,
+        bias: Tensor | None = None,
+        *,
+        quantization: str = "none",
+        group: int = 32,
+        is_gated: bool = False,
+        activation: str = "silu",
         whole_n: int | None = None,  # noqa: ARG002
-    ) -> NativeLinear:  # fmt: skip
-        return self._with_activations(pack_linear(self.context, matrix, bias, quantization=quantization, group=group, is_gated=is_gated, activation=activation))
+    ) -> NativeLinear:
+        return self._with_activations(
+            pack_linear(
+                self.context,
+                matrix,
+                bias,
+                quantization=quantization,
+                group=group,
+                is_gated=is_gated,
+                activation=activation,
+            )
+        )
 
     def restore_linear(
-        self, parts: dict[str, Tensor], n: int, k: int, *, is_gated: bool, has_bias: bool, activation: str, outputs: Sequence[range] | None = None
+        self,
+        parts: dict[str, Tensor],
+        n: int,
+        k: int,
+        *,
+        is_gated: bool,
+        has_bias: bool,
+        activation: str,
+        outputs: Sequence[range] | None = None,
     ) -> NativeLinear:
-        return self._with_activations(restore_linear(self.context, parts, n, k, is_gated=is_gated, has_bias=has_bias, activation=activation, outputs=outputs))
+        return self._with_activations(
+            restore_linear(
+                self.context, parts, n, k, is_gated=is_gated, has_bias=has_bias, activation=activation, outputs=outputs
+            )
+        )
 
     def _with_activations(self, layer: NativeLinear) -> NativeLinear:
         if self.activations == "bfloat16":
@@ -70,17 +99,27 @@ class CpuBackend:
         return None
 
     def make_attention(self, heads: Heads, scores: Scores | None = None) -> Attention:
-        return NativeAttention(self.context, self.buffers, heads, scores) if heads.are_supported else self.torch.make_attention(heads, scores)
+        return (
+            NativeAttention(self.context, self.buffers, heads, scores)
+            if heads.are_supported
+            else self.torch.make_attention(heads, scores)
+        )
 
-    def stack(self, layers: Sequence[LayerWeights], attention: Attention, wiring: Wiring, cut: Cut | None = None) -> NativeStack | None:
-        if not isinstance(attention, NativeAttention) or not all(isinstance(layer.mlp, NativeMlp | GatheredMlp) for layer in layers):
+    def stack(
+        self, layers: Sequence[LayerWeights], attention: Attention, wiring: Wiring, cut: Cut | None = None
+    ) -> NativeStack | None:
+        if not isinstance(attention, NativeAttention) or not all(
+            isinstance(layer.mlp, NativeMlp | GatheredMlp) for layer in layers
+        ):
             return None
         return NativeStack(self.context, self.buffers, layers, wiring, cut)
 
     def kv_token_bytes(self, num_kv_heads: int, head_dim: int, *, group: int) -> int:
         return self.torch.kv_token_bytes(num_kv_heads, head_dim, group=group)
 
-    def make_kv_layer(self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int, *, group: int) -> Tensor:
+    def make_kv_layer(
+        self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int, *, group: int
+    ) -> Tensor:
         return self.torch.make_kv_layer(num_blocks, block_size, num_kv_heads, head_dim, group=group)
 
     def copy_blocks(self, layers: Sequence[Tensor], copies: Sequence[tuple[int, int]]) -> None:

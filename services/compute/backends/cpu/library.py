@@ -44,7 +44,11 @@ class Weight(ctypes.Structure):
 class CacheRows(ctypes.Structure):
     """kernels.h's CacheRows."""
 
-    _fields_ = [("keys", Pointer), ("values", Pointer), *((name, ctypes.c_int64) for name in ("block_size", "num_kv_heads", "row_bytes", "group"))]
+    _fields_ = [
+        ("keys", Pointer),
+        ("values", Pointer),
+        *((name, ctypes.c_int64) for name in ("block_size", "num_kv_heads", "row_bytes", "group")),
+    ]
 
 
 class AttentionArguments(ctypes.Structure):
@@ -55,7 +59,10 @@ class AttentionArguments(ctypes.Structure):
         ("query_stride", ctypes.c_int64),
         ("cache", CacheRows),
         *((name, Pointer) for name in ("query_starts", "context_lens", "block_tables", "block_lens", "last_seen")),
-        *((name, ctypes.c_int64) for name in ("num_sequences", "table_width", "num_heads", "head_dim", "sharing", "num_before", "window")),
+        *(
+            (name, ctypes.c_int64)
+            for name in ("num_sequences", "table_width", "num_heads", "head_dim", "sharing", "num_before", "window")
+        ),
         ("scale", ctypes.c_float),
         ("cap", ctypes.c_float),
         ("sinks", Pointer),
@@ -92,7 +99,10 @@ class Addition(ctypes.Structure):
 class NormPointers(ctypes.Structure):
     """kernels.h's Norms."""
 
-    _fields_ = [*((name, Pointer) for name in ("before_attention", "after_attention", "before_mlp", "after_mlp", "q", "k")), ("is_qk_joint", ctypes.c_int64)]
+    _fields_ = [
+        *((name, Pointer) for name in ("before_attention", "after_attention", "before_mlp", "after_mlp", "q", "k")),
+        ("is_qk_joint", ctypes.c_int64),
+    ]
 
 
 class Layer(ctypes.Structure):
@@ -145,7 +155,11 @@ class Layers(ctypes.Structure):
 class Largest(ctypes.Structure):
     """kernels.h's Largest."""
 
-    _fields_ = [("logits", Pointer), *((name, ctypes.c_int64) for name in ("rows", "vocab", "k")), *((name, Pointer) for name in ("values", "ids", "maxima"))]
+    _fields_ = [
+        ("logits", Pointer),
+        *((name, ctypes.c_int64) for name in ("rows", "vocab", "k")),
+        *((name, Pointer) for name in ("values", "ids", "maxima")),
+    ]
 
 
 class Masses(ctypes.Structure):
@@ -233,23 +247,40 @@ def open_context() -> NativeContext | None:
     if wanted == "torch":
         return None
     if not LIBRARY.exists():
-        log.warning("the native kernels are not built, torch computes instead", fix="install g++ and run: penstock build-kernels")
+        log.warning(
+            "the native kernels are not built, torch computes instead",
+            fix="install g++ and run: penstock build-kernels",
+        )
         return None
     try:
         library = ctypes.CDLL(str(LIBRARY))  # after torch: its libgomp is then the one that both use
     except OSError as error:
-        log.warning("the native kernels can't be loaded, torch computes instead", error=str(error), fix="run: penstock build-kernels")
+        log.warning(
+            "the native kernels can't be loaded, torch computes instead",
+            error=str(error),
+            fix="run: penstock build-kernels",
+        )
         return None
     if not is_of_these_sources(library):
-        log.warning("the native kernels were built from other sources, torch computes instead", fix="run: penstock build-kernels")
+        log.warning(
+            "the native kernels were built from other sources, torch computes instead",
+            fix="run: penstock build-kernels",
+        )
         return None
-    library.penstock_open.restype, library.penstock_close.argtypes, library.penstock_close.restype = Pointer, [Pointer], None
+    library.penstock_open.restype, library.penstock_close.argtypes, library.penstock_close.restype = (
+        Pointer,
+        [Pointer],
+        None,
+    )
     library.penstock_instruction_set.argtypes, library.penstock_instruction_set.restype = [Pointer], ctypes.c_char_p
     handle = library.penstock_open(wanted.encode())
     if handle is None and wanted != "auto":
         raise StartupError(f"{VARIABLE}={wanted}: this machine does not have it")
     if handle is None:
-        log.warning("this processor has no instruction set that the native kernels are for, torch computes instead", needed=" or ".join(INSTRUCTION_SETS))
+        log.warning(
+            "this processor has no instruction set that the native kernels are for, torch computes instead",
+            needed=" or ".join(INSTRUCTION_SETS),
+        )
         return None
     context = NativeContext(library, handle)
     log.info("native kernels", instruction_set=context.instruction_set)
@@ -263,7 +294,9 @@ def is_of_these_sources(library: ctypes.CDLL) -> bool:
     library.penstock_source_id.restype, library.penstock_size_of.restype = ctypes.c_char_p, Int
     if library.penstock_source_id().decode() != source_id():
         return False
-    return all(library.penstock_size_of(name.encode()) == ctypes.sizeof(structure) for name, structure in STRUCTURES.items())
+    return all(
+        library.penstock_size_of(name.encode()) == ctypes.sizeof(structure) for name, structure in STRUCTURES.items()
+    )
 
 
 def pointer(tensor: torch.Tensor | None) -> int | None:

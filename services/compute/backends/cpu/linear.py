@@ -50,7 +50,13 @@ class WeightType(IntEnum):
 
 BY_COLUMNS = (WeightType.INT8, WeightType.INT4)
 BY_GROUPS = (WeightType.FOUR_BIT, WeightType.INT8_GROUPS, WeightType.PLANES)
-BITS = {WeightType.BF16: 16, WeightType.INT8: 8, WeightType.INT4: 4, WeightType.FOUR_BIT: 4, WeightType.INT8_GROUPS: 8}  # planes: PackedForm.bits
+BITS = {
+    WeightType.BF16: 16,
+    WeightType.INT8: 8,
+    WeightType.INT4: 4,
+    WeightType.FOUR_BIT: 4,
+    WeightType.INT8_GROUPS: 8,
+}  # planes: PackedForm.bits
 PLANES = range(2, 7)  # bits of codes
 
 
@@ -74,7 +80,11 @@ class PackedForm:
     @property
     def unit(self) -> int:
         """Inputs are a multiple of it."""
-        return TILE_BYTES // 2 if self.kind == WeightType.BF16 else max(self.group, BLOCK if self.has_steps else TILE_BYTES)
+        return (
+            TILE_BYTES // 2
+            if self.kind == WeightType.BF16
+            else max(self.group, BLOCK if self.has_steps else TILE_BYTES)
+        )
 
 
 def is_packable(matrix: Matrix) -> bool:
@@ -84,7 +94,9 @@ def is_packable(matrix: Matrix) -> bool:
     if not isinstance(matrix, Grouped):
         return not isinstance(matrix, Float8)
     table, zeros = matrix.table, matrix.zeros
-    if matrix.group not in GROUPS or not all(_is_half(each) for each in (matrix.scales, matrix.minima) if each is not None):
+    if matrix.group not in GROUPS or not all(
+        _is_half(each) for each in (matrix.scales, matrix.minima) if each is not None
+    ):
         return False
     if not all(_is_int8(each) for each in (matrix.steps, matrix.minimum_steps) if each is not None):
         return False
@@ -93,7 +105,10 @@ def is_packable(matrix: Matrix) -> bool:
     if table is None or zeros is None:
         return zeros is None and (table is None or _is_int8(table))
     return (
-        _is_int8(table) and _is_int8(zeros) and int(table.min()) - int(zeros.max()) >= -128 and int(table.max()) - int(zeros.min()) <= 127
+        _is_int8(table)
+        and _is_int8(zeros)
+        and int(table.min()) - int(zeros.max()) >= -128
+        and int(table.max()) - int(zeros.min()) <= 127
     )  # unpacked values are int8
 
 
@@ -119,13 +134,19 @@ def pack_linear(
     is not packable, is quantized as `quantization` says; all else stays what it is."""
     assert quantization in QUANTIZATIONS
     if isinstance(matrix, Joined):
-        return pack_joined(context, matrix, bias, quantization=quantization, group=group, is_gated=is_gated, activation=activation)
+        return pack_joined(
+            context, matrix, bias, quantization=quantization, group=group, is_gated=is_gated, activation=activation
+        )
     if not is_packable(matrix):
         matrix = Dense(matrix.dequantize(torch.bfloat16))
     if isinstance(matrix, Dense) and quantization in ("w4", "nf4"):
         matrix = quantize_weight(matrix.dequantize(torch.bfloat16), quantization, group)
     is_int8 = isinstance(matrix, Int8Columns) or quantization == "w8a8"
-    form = form_of(matrix) if isinstance(matrix, Grouped | Int4Columns) else PackedForm(WeightType.INT8 if is_int8 else WeightType.BF16)
+    form = (
+        form_of(matrix)
+        if isinstance(matrix, Grouped | Int4Columns)
+        else PackedForm(WeightType.INT8 if is_int8 else WeightType.BF16)
+    )
     n, k = matrix.shape
     layer = NativeLinear(context, n, k, form, is_gated=is_gated, has_bias=bias is not None, activation=activation)
     layer.pack(matrix, bias)
@@ -133,7 +154,14 @@ def pack_linear(
 
 
 def pack_joined(
-    context: NativeContext, matrix: Joined, bias: Tensor | None, *, quantization: str, group: int, is_gated: bool, activation: str
+    context: NativeContext,
+    matrix: Joined,
+    bias: Tensor | None,
+    *,
+    quantization: str,
+    group: int,
+    is_gated: bool,
+    activation: str,
 ) -> "NativeLinear":
     """A layer of several matrices, which is its first with the others behind it. A gated one is of
     two: the gate, and what its activation is multiplied by."""
@@ -162,9 +190,17 @@ def join(layers: Sequence["NativeLinear"], *, is_gated: bool) -> "NativeLinear":
 def form_of(matrix: Grouped | Int4Columns) -> PackedForm:
     if isinstance(matrix, Int4Columns):
         return PackedForm(WeightType.INT4, matrix.group)
-    kind = WeightType.FOUR_BIT if matrix.table is not None else WeightType.PLANES if matrix.bits in PLANES else WeightType.INT8_GROUPS
+    kind = (
+        WeightType.FOUR_BIT
+        if matrix.table is not None
+        else WeightType.PLANES
+        if matrix.bits in PLANES
+        else WeightType.INT8_GROUPS
+    )
     bits, offset = (matrix.bits, -matrix.lowest) if kind == WeightType.PLANES else (8, 128)
-    return PackedForm(kind, matrix.group, matrix.zeros is not None, matrix.minima is not None, bits, offset, matrix.steps is not None)
+    return PackedForm(
+        kind, matrix.group, matrix.zeros is not None, matrix.minima is not None, bits, offset, matrix.steps is not None
+    )
 
 
 def restore_linear(
@@ -194,12 +230,22 @@ def _form_of(parts: dict[str, Tensor]) -> PackedForm:
     of_groups = parts.get("group_scales", parts.get("steps"))
     if of_groups is None:
         return PackedForm(WeightType.INT8 if "scales" in parts else WeightType.BF16)
-    kind = WeightType.FOUR_BIT if "table" in parts else WeightType.INT8_GROUPS if "group_scales" in parts else WeightType.INT4
+    kind = (
+        WeightType.FOUR_BIT
+        if "table" in parts
+        else WeightType.INT8_GROUPS
+        if "group_scales" in parts
+        else WeightType.INT4
+    )
     num_bits = parts["data"].nbytes * 8 if "data" in parts else 0
     group = num_bits // BITS[kind] // max(of_groups.numel(), 1)
     if group not in (GROUPS if kind == WeightType.INT8_GROUPS else FOUR_BIT_GROUPS):
         raise ValueError(OTHER_PARTS)
-    return PackedForm(kind, group) if kind == WeightType.INT4 else PackedForm(kind, group, "zeros" in parts, "minima" in parts)
+    return (
+        PackedForm(kind, group)
+        if kind == WeightType.INT4
+        else PackedForm(kind, group, "zeros" in parts, "minima" in parts)
+    )
 
 
 class NativeLinear:
@@ -227,7 +273,16 @@ class NativeLinear:
         self.rows = torch.empty((0, self.num_outputs))  # of logits
         self.following: tuple[NativeLinear, ...] = ()  # the layer's other matrices
         self.struct = Weight(
-            form.kind, n, k, padded_n, padded_k, int(is_gated), group=form.group, activation=ACTIVATIONS[activation], bits=form.bits, offset=form.offset
+            form.kind,
+            n,
+            k,
+            padded_n,
+            padded_k,
+            int(is_gated),
+            group=form.group,
+            activation=ACTIVATIONS[activation],
+            bits=form.bits,
+            offset=form.offset,
         )
         self.address = ctypes.byref(self.struct)
         self.parts = _empty_parts(form, padded_n, padded_k, has_bias=has_bias) if parts is None else parts
@@ -245,7 +300,9 @@ class NativeLinear:
             codes, scales = matrix.codes.contiguous(), matrix.scales.float().contiguous()
             self.context.pack_columns(self.address, codes.data_ptr(), scales.data_ptr(), pointer(bias))
         elif isinstance(matrix, Int4Columns):
-            columns = [each.contiguous() for each in (matrix.codes, matrix.scales, (matrix.steps - 1) + matrix.zeros * 16)]
+            columns = [
+                each.contiguous() for each in (matrix.codes, matrix.scales, (matrix.steps - 1) + matrix.zeros * 16)
+            ]
             self.context.pack_int4(self.address, *map(pointer, columns), pointer(bias))
         else:
             assert isinstance(matrix, Grouped)
@@ -282,9 +339,13 @@ class NativeLinear:
         for each in (self, *self.following):
             each.struct.is_widened = int(each.form.kind != WeightType.BF16)
 
-    def __call__(self, x: Tensor, *, norm: Tensor | None = None, eps: float = 0.0, residual: Tensor | None = None) -> Tensor:
+    def __call__(
+        self, x: Tensor, *, norm: Tensor | None = None, eps: float = 0.0, residual: Tensor | None = None
+    ) -> Tensor:
         out = torch.empty((x.shape[0], self.num_outputs), dtype=torch.bfloat16)
-        self.context.linear(self.address, x.data_ptr(), pointer(norm), eps, x.shape[0], pointer(residual), out.data_ptr(), None, 0)
+        self.context.linear(
+            self.address, x.data_ptr(), pointer(norm), eps, x.shape[0], pointer(residual), out.data_ptr(), None, 0
+        )
         return out
 
     def logits(self, x: Tensor, *, norm: Tensor | None = None, eps: float = 0.0, out: Tensor | None = None) -> Tensor:
@@ -294,7 +355,9 @@ class NativeLinear:
         if out is None and rows > len(self.rows):
             self.rows = mapped_zeros(rows * self.num_outputs * 4).view(torch.float32).view(rows, self.num_outputs)
         to = self.rows[:rows] if out is None else out
-        self.context.linear(self.address, x.data_ptr(), pointer(norm), eps, rows, None, None, to.data_ptr(), to.stride(0))
+        self.context.linear(
+            self.address, x.data_ptr(), pointer(norm), eps, rows, None, None, to.data_ptr(), to.stride(0)
+        )
         return to
 
 
@@ -315,17 +378,31 @@ class NativeMlp:
     def __call__(self, x: Tensor, *, norm: Tensor | None, eps: float, has_residual: bool = True) -> Tensor:
         out = torch.empty_like(x)
         residual = x.data_ptr() if has_residual else None
-        self.down.context.mlp(self.gate_up.address, self.down.address, x.data_ptr(), pointer(norm), eps, x.shape[0], residual, out.data_ptr())
+        self.down.context.mlp(
+            self.gate_up.address,
+            self.down.address,
+            x.data_ptr(),
+            pointer(norm),
+            eps,
+            x.shape[0],
+            residual,
+            out.data_ptr(),
+        )
         return out
 
 
 def _empty_parts(form: PackedForm, padded_n: int, padded_k: int, *, has_bias: bool) -> dict[str, Tensor]:
     """The parts of a layer of this form, as kernels.h has them, with zeros inside."""
     shapes = part_shapes(form, padded_n, padded_k, has_bias=has_bias)
-    return {name: mapped_zeros(*shape) if name == "data" else torch.zeros(shape, dtype=dtype) for name, (shape, dtype) in shapes.items()}
+    return {
+        name: mapped_zeros(*shape) if name == "data" else torch.zeros(shape, dtype=dtype)
+        for name, (shape, dtype) in shapes.items()
+    }
 
 
-def part_shapes(form: PackedForm, padded_n: int, padded_k: int, *, has_bias: bool) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+def part_shapes(
+    form: PackedForm, padded_n: int, padded_k: int, *, has_bias: bool
+) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
     """Shape and type of each part, by its name in kernels.h."""
     of_groups = (padded_n // PAIR, padded_k // form.group, PAIR)
     of_scales = (padded_n // PAIR, padded_k // BLOCK, PAIR) if form.has_steps else of_groups
@@ -375,7 +452,9 @@ def move_in(context: NativeContext, outline: LayerOutline, memory: Tensor) -> li
         matrices = []
         for of in linear:
             parts, form = {}, PackedForm(*of.form)
-            for name, (shape, dtype) in part_shapes(form, *padded(of.n, of.k, form, of.is_gated), has_bias=of.has_bias).items():
+            for name, (shape, dtype) in part_shapes(
+                form, *padded(of.n, of.k, form, of.is_gated), has_bias=of.has_bias
+            ).items():
                 size = math.prod(shape) * dtype.itemsize
                 parts[name] = memory[at : at + size].view(dtype).view(shape)
                 at += size + -size % ALIGNMENT
@@ -390,4 +469,6 @@ def move_in(context: NativeContext, outline: LayerOutline, memory: Tensor) -> li
 def _outline(matrix: NativeLinear) -> MatrixOutline:
     struct = matrix.struct
     numbers = tuple(getattr(struct, name) for name in NUMBERS)
-    return MatrixOutline(struct.n, struct.k, bool(struct.is_gated), "bias" in matrix.parts, astuple(matrix.form), numbers)
+    return MatrixOutline(
+        struct.n, struct.k, bool(struct.is_gated), "bias" in matrix.parts, astuple(matrix.form), numbers
+    )

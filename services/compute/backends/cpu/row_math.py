@@ -31,7 +31,9 @@ class NativeRowMath(ExpertMath):
     def _add(self, x: Tensor | None, h: Tensor, norm: Tensor | None, eps: float, multiplier: float) -> Tensor:
         rows, k = h.shape
         out = torch.empty_like(h)
-        self.context.add_rows(ctypes.byref(Addition(pointer(x), h.data_ptr(), pointer(norm), eps, multiplier, rows, k, out.data_ptr())))
+        self.context.add_rows(
+            ctypes.byref(Addition(pointer(x), h.data_ptr(), pointer(norm), eps, multiplier, rows, k, out.data_ptr()))
+        )
         return out
 
     def finish_logits(self, logits: Tensor, *, multiplier: float, cap: float) -> Tensor:
@@ -56,7 +58,9 @@ class NativeRowSearch:
         assert logits.is_contiguous()
         num_rows, vocab_size = logits.shape
         values, ids = np.empty((num_rows, k), np.float32), np.empty((num_rows, k), np.int64)
-        self.context.find_largest(ctypes.byref(Largest(logits.data_ptr(), num_rows, vocab_size, k, values.ctypes.data, ids.ctypes.data)))
+        self.context.find_largest(
+            ctypes.byref(Largest(logits.data_ptr(), num_rows, vocab_size, k, values.ctypes.data, ids.ctypes.data))
+        )
         return values, ids
 
     def total_masses(self, logits: torch.Tensor, rows: Array, largest: Array, temperatures: Array) -> Array:
@@ -69,7 +73,16 @@ class NativeRowSearch:
     def decide(self, draws: Draws) -> Array:
         """One thread is enough: a candidate takes some 20 ns."""
         columns = np.empty(len(draws.num_kept), np.int64)
-        logits, token_ids = np.ascontiguousarray(draws.logits, np.float32), np.ascontiguousarray(draws.token_ids, np.int32)
+        logits, token_ids = (
+            np.ascontiguousarray(draws.logits, np.float32),
+            np.ascontiguousarray(draws.token_ids, np.int32),
+        )
         by_row = (draws.num_kept, draws.tail_mass, draws.temperatures, draws.seeds, draws.positions, columns)
-        self.context.decide(ctypes.byref(DrawArguments(logits.ctypes.data, token_ids.ctypes.data, *logits.shape, *(each.ctypes.data for each in by_row))))
+        self.context.decide(
+            ctypes.byref(
+                DrawArguments(
+                    logits.ctypes.data, token_ids.ctypes.data, *logits.shape, *(each.ctypes.data for each in by_row)
+                )
+            )
+        )
         return columns

@@ -10,7 +10,17 @@ from torch import Tensor
 from services.compute.backends.backend import LayerWeights, Wiring
 from services.compute.backends.buffers import Buffers, Taps
 from services.compute.backends.cpu.attention import NativePlan, cache_rows, is_joint
-from services.compute.backends.cpu.library import AttentionArguments, Layer, Layers, Meet, NativeContext, NormPointers, Pointer, RankGroup, pointer
+from services.compute.backends.cpu.library import (
+    AttentionArguments,
+    Layer,
+    Layers,
+    Meet,
+    NativeContext,
+    NormPointers,
+    Pointer,
+    RankGroup,
+    pointer,
+)
 from services.compute.backends.cpu.linear import NativeLinear, NativeMlp
 from services.compute.backends.gathered import GatheredLinear, GatheredMlp, own_of
 from services.compute.ranks.parallel.ranks import Cut
@@ -22,7 +32,14 @@ TILE_ROWS = 16  # of activations
 class NativeStack:
     """See backend.py's Stack."""
 
-    def __init__(self, context: NativeContext, buffers: Buffers, layers: Sequence[LayerWeights], wiring: Wiring, cut: Cut | None = None) -> None:
+    def __init__(
+        self,
+        context: NativeContext,
+        buffers: Buffers,
+        layers: Sequence[LayerWeights],
+        wiring: Wiring,
+        cut: Cut | None = None,
+    ) -> None:
         """layers: of one context, with its MLPs."""
         self.context = context
         self.buffers = buffers
@@ -37,7 +54,19 @@ class NativeStack:
                 if linear is not None:
                     setattr(each, name, ctypes.pointer(linear.struct))
             norms = layer.norms
-            each.norms = NormPointers(*map(pointer, (norms.before_attention, norms.after_attention, norms.before_mlp, norms.after_mlp, norms.q, norms.k)))
+            each.norms = NormPointers(
+                *map(
+                    pointer,
+                    (
+                        norms.before_attention,
+                        norms.after_attention,
+                        norms.before_mlp,
+                        norms.after_mlp,
+                        norms.q,
+                        norms.k,
+                    ),
+                )
+            )
             each.window, each.rope, each.sinks = window or 0, rope, pointer(layer.sinks)
 
     def __call__(self, x: Tensor, kv_layers: Sequence[Tensor], plan: NativePlan, taps: Taps | None = None) -> Tensor:
@@ -51,11 +80,22 @@ class NativeStack:
             group = ctypes.pointer(self.team.begin(x if h is None else h, attention))
         rotation.qkv = attention.queries = qkv.data_ptr()
         rotation.eps, attention.query_stride = self.wiring.eps, qkv.shape[1]
-        tables = [(Pointer * len(plan.ropes))(*(table.data_ptr() for table in each)) for each in zip(*plan.ropes, strict=True)]
+        tables = [
+            (Pointer * len(plan.ropes))(*(table.data_ptr() for table in each)) for each in zip(*plan.ropes, strict=True)
+        ]
         called = Layers(
-            self.layers, len(self.layers), self.hidden_size, x.data_ptr(), pointer(h), self.wiring.eps, self.wiring.residual_multiplier, *tables, rotation,
-            attention, group,
-        )  # fmt: skip
+            self.layers,
+            len(self.layers),
+            self.hidden_size,
+            x.data_ptr(),
+            pointer(h),
+            self.wiring.eps,
+            self.wiring.residual_multiplier,
+            *tables,
+            rotation,
+            attention,
+            group,
+        )
         if taps is None:
             self.context.run_layers(called)
         else:
@@ -76,7 +116,11 @@ class NativeStack:
         qkv = linears_of(self.weights[0])["qkv"]
         h, shape = None, (num_tokens, self.hidden_size)
         if not self.wiring.adds_in_layers:
-            h = self.buffers.take("h", shape, torch.bfloat16) if self.team is None else self.team.ranks.region("h", shape, torch.bfloat16)
+            h = (
+                self.buffers.take("h", shape, torch.bfloat16)
+                if self.team is None
+                else self.team.ranks.region("h", shape, torch.bfloat16)
+            )
         return self.buffers.take("qkv", (num_tokens, 0 if qkv is None else qkv.num_outputs), torch.bfloat16), h
 
     def _point_to(self, kv_layers: Sequence[Tensor], head_dim: int) -> None:
@@ -91,7 +135,12 @@ def linears_of(layer: LayerWeights) -> dict[str, NativeLinear | None]:
     mlp, output = layer.mlp, layer.output
     if isinstance(mlp, GatheredMlp):
         assert isinstance(output, GatheredLinear)
-        found = {"qkv": own_of(layer.qkv), "output": output.linear, "gate_up": mlp.gate_up.linear, "down": mlp.down.linear}
+        found = {
+            "qkv": own_of(layer.qkv),
+            "output": output.linear,
+            "gate_up": mlp.gate_up.linear,
+            "down": mlp.down.linear,
+        }
     else:
         assert isinstance(mlp, NativeMlp)
         found = {"qkv": own_of(layer.qkv), "output": own_of(output), "gate_up": mlp.gate_up, "down": mlp.down}
@@ -108,7 +157,11 @@ class Team:
     def __init__(self, context: NativeContext, cut: Cut) -> None:
         self.cut = cut
         self.ranks = cut.ranks
-        self.group = RankGroup(meet_with=cut.ranks.meeting, first_output=cut.hidden[cut.rank].start, first_intermediate=cut.intermediate[cut.rank].start)
+        self.group = RankGroup(
+            meet_with=cut.ranks.meeting,
+            first_output=cut.hidden[cut.rank].start,
+            first_intermediate=cut.intermediate[cut.rank].start,
+        )
         self.group.padded_intermediate = -(-cut.intermediate[-1].stop // UNIT) * UNIT
         # of the step: what is gathered, of whose dimension the ranks have which parts
         self.results: list[tuple[Tensor, Sequence[range], int]] = []
@@ -121,11 +174,16 @@ class Team:
         cut, num_tokens = self.cut, len(added)
         attended = self.ranks.region("attended", (num_tokens, cut.attended[-1].stop), torch.bfloat16)
         num_tiles = -(-num_tokens // (2 * TILE_ROWS)) * 2
-        intermediate = self.ranks.region("intermediate", (num_tiles, self.group.padded_intermediate // UNIT, TILE_ROWS, UNIT), torch.bfloat16)
+        intermediate = self.ranks.region(
+            "intermediate", (num_tiles, self.group.padded_intermediate // UNIT, TILE_ROWS, UNIT), torch.bfloat16
+        )
         # of tiles those that have tokens, and of a single one its tokens
         tokens = intermediate[: -(-num_tokens // TILE_ROWS), :, : min(num_tokens, TILE_ROWS)]
         own = cut.attended[cut.rank]
-        attention.out, attention.out_stride = attended.data_ptr() + own.start * attended.element_size(), attended.shape[1]
+        attention.out, attention.out_stride = (
+            attended.data_ptr() + own.start * attended.element_size(),
+            attended.shape[1],
+        )
         self.group.attended, self.group.intermediate = attended.data_ptr(), intermediate.data_ptr()
         units = [range(each.start // UNIT, -(-each.stop // UNIT)) for each in cut.intermediate]
         self.results = [(attended, cut.attended, 1), (added, cut.hidden, 1), (tokens, units, 1), (added, cut.hidden, 1)]

@@ -110,7 +110,8 @@ class CudaAttention:
         """Raises StartupError for heads that the kernels' tiles don't hold."""
         if heads.head_dim > MAX_HEAD_DIM or heads.sharing > ROWS:
             raise StartupError(
-                f"heads of {heads.head_dim} dimensions, {heads.sharing} to a KV head: attention on a GPU takes up to {MAX_HEAD_DIM} dimensions and {ROWS} heads"
+                f"heads of {heads.head_dim} dimensions, {heads.sharing} to a KV head: attention on a GPU takes up to "
+                f"{MAX_HEAD_DIM} dimensions and {ROWS} heads"
             )
         self.buffers = buffers
         self.tables = BlockTables(buffers)
@@ -151,7 +152,15 @@ class CudaAttention:
         if (num_ranges := count_ranges(longest)) > self.num_ranges:
             self.num_ranges, self.buffers.generation = num_ranges, self.buffers.generation + 1
         handles = inputs.handles if inputs.handles is not None else range(-len(lens), 0)
-        contexts = np.stack([ends, starts - (ends - lens), self.tables.update(handles, inputs.block_tables, inputs.block_lens), ends - lens], 1)
+        contexts = np.stack(
+            [
+                ends,
+                starts - (ends - lens),
+                self.tables.update(handles, inputs.block_tables, inputs.block_lens),
+                ends - lens,
+            ],
+            1,
+        )
         made = make_tiles(lens, ends - lens, starts, is_single | is_recordable, self.queries)
         pieces = [made.tiles, made.merged, contexts]
         if is_recordable:
@@ -168,13 +177,32 @@ class CudaAttention:
             slots = self.buffers.take("slots", (num_rows,), torch.int64)
             self.buffers.upload()
             block_kernels.find_slots[(len(lens),)](
-                contexts_at, self.tables.held, slots, self.tables.width, BLOCK_SIZE=block_size, BLOCK=FOUND_AT_ONCE, num_warps=4
-            )  # fmt: skip
+                contexts_at,
+                self.tables.held,
+                slots,
+                self.tables.width,
+                BLOCK_SIZE=block_size,
+                BLOCK=FOUND_AT_ONCE,
+                num_warps=4,
+            )
         out, parts, stats = self._take(num_rows, pieces[1].shape[1])
         return CudaPlan(
-            tiles_at, merged_at, contexts_at, self.tables.held[0], self.tables.held[1] if inputs.block_lens is not None else None, last_seen,
-            num_tokens_at, slots, num_rows if is_recordable else made.num_split, block_size, out, parts, stats, inputs.ropes, is_recordable,
-        )  # fmt: skip
+            tiles_at,
+            merged_at,
+            contexts_at,
+            self.tables.held[0],
+            self.tables.held[1] if inputs.block_lens is not None else None,
+            last_seen,
+            num_tokens_at,
+            slots,
+            num_rows if is_recordable else made.num_split,
+            block_size,
+            out,
+            parts,
+            stats,
+            inputs.ropes,
+            is_recordable,
+        )
 
     def _take(self, num_rows: int, num_parts: int) -> tuple[Tensor, Tensor, Tensor]:
         """CudaPlan's out, parts and stats."""
@@ -211,10 +239,25 @@ class CudaAttention:
         num_heads = heads.num_heads + 2 * heads.num_kv_heads
         tile = min(HEADS, triton.next_power_of_2(num_heads))
         kernels.rotate_and_write[(len(qkv), triton.cdiv(num_heads, tile))](
-            qkv, kv, scales, cos, sin, plan.slots, plan.num_tokens, q_norm, k_norm, eps, *strides,
-            **shape, NUM_HEADS=heads.num_heads, ROTARY_DIM=heads.rotary_dim or heads.head_dim, HEADS=tile, DIM=self.dim,
-            num_warps=warps_of(tile * self.dim), enable_fp_fusion=True,
-        )  # fmt: skip
+            qkv,
+            kv,
+            scales,
+            cos,
+            sin,
+            plan.slots,
+            plan.num_tokens,
+            q_norm,
+            k_norm,
+            eps,
+            *strides,
+            **shape,
+            NUM_HEADS=heads.num_heads,
+            ROTARY_DIM=heads.rotary_dim or heads.head_dim,
+            HEADS=tile,
+            DIM=self.dim,
+            num_warps=warps_of(tile * self.dim),
+            enable_fp_fusion=True,
+        )
         num_tiles, num_ranges, window = plan.tiles.shape[1], plan.parts.shape[2], window or EVERYTHING
         max_splits = min(SPLITS, num_ranges, max(MIN_SPLITS, PROGRAMS // max(plan.num_split * heads.num_kv_heads, 1)))
         keys = 64 if self.dim <= 128 and self.dtype.itemsize == 2 else 32
@@ -222,25 +265,70 @@ class CudaAttention:
         for first, count, splits in ((0, plan.num_split, max_splits), (plan.num_split, num_tiles - plan.num_split, 0)):
             if count:
                 kernels.attend[(count, heads.num_kv_heads, max(splits, 1))](
-                    qkv, kv, scales, flat[first:], plan.contexts, plan.tables, plan.block_lens, plan.last_seen, sinks, plan.out, plan.parts, plan.stats,
-                    num_tiles, plan.tables.shape[1], num_ranges, *strides, window, self.scores.scale, self.scores.cap,
-                    **shape, NUM_HEADS=heads.num_heads, SHARING=heads.sharing, NUM_BEFORE=heads.num_before, PLACES=self.places,
-                    ROWS=ROWS, KEYS=keys, DIM=self.dim, RANGE=RANGE,
-                    IS_SPLIT=splits > 0, HAS_CAP=self.scores.cap != 0.0, num_warps=4 if self.dim <= 128 else 8, num_stages=1 if shape["GROUP"] else 2,
+                    qkv,
+                    kv,
+                    scales,
+                    flat[first:],
+                    plan.contexts,
+                    plan.tables,
+                    plan.block_lens,
+                    plan.last_seen,
+                    sinks,
+                    plan.out,
+                    plan.parts,
+                    plan.stats,
+                    num_tiles,
+                    plan.tables.shape[1],
+                    num_ranges,
+                    *strides,
+                    window,
+                    self.scores.scale,
+                    self.scores.cap,
+                    **shape,
+                    NUM_HEADS=heads.num_heads,
+                    SHARING=heads.sharing,
+                    NUM_BEFORE=heads.num_before,
+                    PLACES=self.places,
+                    ROWS=ROWS,
+                    KEYS=keys,
+                    DIM=self.dim,
+                    RANGE=RANGE,
+                    IS_SPLIT=splits > 0,
+                    HAS_CAP=self.scores.cap != 0.0,
+                    num_warps=4 if self.dim <= 128 else 8,
+                    num_stages=1 if shape["GROUP"] else 2,
                     enable_fp_fusion=False,
-                )  # fmt: skip
+                )
         if plan.num_split:
             num_parts = plan.merged.shape[1]
             kernels.merge_ranges[(num_parts, heads.num_kv_heads)](
-                plan.merged, plan.parts, plan.stats, sinks, plan.out, num_parts, num_ranges, window,
-                NUM_HEADS=heads.num_heads, SHARING=heads.sharing, NUM_BEFORE=heads.num_before, HEAD_DIM=heads.head_dim, PLACES=self.places,
-                DIM=self.dim, RANGE=RANGE,
-                num_warps=4, enable_fp_fusion=False,
-            )  # fmt: skip
+                plan.merged,
+                plan.parts,
+                plan.stats,
+                sinks,
+                plan.out,
+                num_parts,
+                num_ranges,
+                window,
+                NUM_HEADS=heads.num_heads,
+                SHARING=heads.sharing,
+                NUM_BEFORE=heads.num_before,
+                HEAD_DIM=heads.head_dim,
+                PLACES=self.places,
+                DIM=self.dim,
+                RANGE=RANGE,
+                num_warps=4,
+                enable_fp_fusion=False,
+            )
         return plan.out[: len(qkv)]
 
     def _shape(self, kv: Tensor, block_size: int) -> dict[str, int]:
         heads = self.heads
         row = kv.shape[2] // (heads.num_kv_heads * block_size)
         group = 2 * heads.head_dim // (row - heads.head_dim) if kv.dtype == torch.int8 else 0
-        return {"NUM_KV_HEADS": heads.num_kv_heads, "HEAD_DIM": heads.head_dim, "BLOCK_SIZE": block_size, "GROUP": group}
+        return {
+            "NUM_KV_HEADS": heads.num_kv_heads,
+            "HEAD_DIM": heads.head_dim,
+            "BLOCK_SIZE": block_size,
+            "GROUP": group,
+        }

@@ -11,11 +11,25 @@ import torch
 import triton
 from torch import Tensor
 
-from services.compute.backends.backend import Attention, LargestStep, LayerWeights, Linear, SearchRequest, Wiring, Workspace
+from services.compute.backends.backend import (
+    Attention,
+    LargestStep,
+    LayerWeights,
+    Linear,
+    SearchRequest,
+    Wiring,
+    Workspace,
+)
 from services.compute.backends.buffers import to_device_together
 from services.compute.backends.cuda.attention import SMALLEST_BLOCK, CudaAttention, CudaPlan
 from services.compute.backends.cuda.buffers import CudaBuffers
-from services.compute.backends.cuda.device import LITTLE_SHARED_MEMORY, OLDEST_FLOAT8, capability_of, multiprocessors_of, version_of
+from services.compute.backends.cuda.device import (
+    LITTLE_SHARED_MEMORY,
+    OLDEST_FLOAT8,
+    capability_of,
+    multiprocessors_of,
+    version_of,
+)
 from services.compute.backends.cuda.experts import CudaExperts, are_alike
 from services.compute.backends.cuda.graphs import cuda_recorder, pad_to_bucket, recorded_sizes, run_again
 from services.compute.backends.cuda.kernels import blocks as kernels
@@ -58,7 +72,10 @@ class CudaBackend:
 
     @property
     def arithmetic(self) -> str:
-        return f"cuda {version_of(self.capability)}, {self.multiprocessors} multiprocessors, triton {version('triton')}, torch {torch.__version__}"
+        return (
+            f"cuda {version_of(self.capability)}, {self.multiprocessors} multiprocessors, triton "
+            f"{version('triton')}, torch {torch.__version__}"
+        )
 
     def is_kept(self, matrix: Matrix) -> bool:
         has_products = self.has_float8 or not isinstance(matrix, Float8)
@@ -72,14 +89,24 @@ class CudaBackend:
         return self.capability >= OLDEST_FLOAT8
 
     def make_linear(
-        self, matrix: Matrix, bias: Tensor | None = None, *, quantization: str = "none", group: int = 32, is_gated: bool = False, activation: str = "silu",
+        self,
+        matrix: Matrix,
+        bias: Tensor | None = None,
+        *,
+        quantization: str = "none",
+        group: int = 32,
+        is_gated: bool = False,
+        activation: str = "silu",
         whole_n: int | None = None,
-    ) -> CudaLinear:  # fmt: skip
+    ) -> CudaLinear:
         if quantization not in ("none", "fp8") and self.dtype not in HALVES:
             raise StartupError(f"--quantization {quantization} needs --dtype bfloat16 or float16")
         if quantization == "fp8" and not self.has_float8:
             needed, found = version_of(OLDEST_FLOAT8), version_of(self.capability)
-            raise StartupError(f"--quantization fp8 needs a GPU of compute capability {needed} (Ada) or newer, this one has {found}: w8a8 takes as much memory")
+            raise StartupError(
+                f"--quantization fp8 needs a GPU of compute capability {needed} (Ada) or newer, this one has {found}: "
+                "w8a8 takes as much memory"
+            )
         matrix = matrix.in_halves() if isinstance(matrix, Grouped) else matrix
         if isinstance(matrix, Joined) or not self.is_kept(matrix):
             matrix = Dense(matrix.dequantize(self.dtype))
@@ -90,31 +117,59 @@ class CudaBackend:
         parts = None
         if self.dtype != torch.float32:
             has_groups = isinstance(matrix, (Grouped, Int4Columns))
-            parts = divide(whole_n // 2 if is_gated else whole_n, matrix.shape[1], self.multiprocessors, has_groups=has_groups)
+            parts = divide(
+                whole_n // 2 if is_gated else whole_n, matrix.shape[1], self.multiprocessors, has_groups=has_groups
+            )
         is_hopper = self.capability[0] == HOPPER
-        return CudaLinear(matrix, bias, self.dtype, is_gated=is_gated, activation=activation, vendor_from=self.vendor_from, parts=parts, is_hopper=is_hopper)
+        return CudaLinear(
+            matrix,
+            bias,
+            self.dtype,
+            is_gated=is_gated,
+            activation=activation,
+            vendor_from=self.vendor_from,
+            parts=parts,
+            is_hopper=is_hopper,
+        )
 
     def restore_linear(self, *_: Any, **__: Any) -> CudaLinear:
-        raise StartupError("this checkpoint is packed for the CPU's kernels: on a GPU use its source, with --quantization")
+        raise StartupError(
+            "this checkpoint is packed for the CPU's kernels: on a GPU use its source, with --quantization"
+        )
 
     def make_mlp(self, gate_up: Linear, down: Linear) -> TorchMlp:
         return TorchMlp(gate_up, down)
 
-    def group_experts(self, experts: Sequence[tuple[Linear, Linear]], num_experts: int, first: int = 0) -> CudaExperts | None:
+    def group_experts(
+        self, experts: Sequence[tuple[Linear, Linear]], num_experts: int, first: int = 0
+    ) -> CudaExperts | None:
         """None: some have other forms than others, as where a file's numbers make it so."""
         for each in (layer for pair in experts for layer in pair if isinstance(layer, CudaLinear)):
             each.parts = None  # all experts together have enough tiles
-        pairs = [(gate_up, down) for gate_up, down in experts if isinstance(gate_up, CudaLinear) and isinstance(down, CudaLinear)]
+        pairs = [
+            (gate_up, down)
+            for gate_up, down in experts
+            if isinstance(gate_up, CudaLinear) and isinstance(down, CudaLinear)
+        ]
         assert len(pairs) == len(experts)
-        return CudaExperts(pairs, num_experts, first) if pairs and all(are_alike(each) for each in zip(*pairs, strict=True)) else None
+        return (
+            CudaExperts(pairs, num_experts, first)
+            if pairs and all(are_alike(each) for each in zip(*pairs, strict=True))
+            else None
+        )
 
     def make_attention(self, heads: Heads, scores: Scores | None = None) -> CudaAttention:
         if self.dtype == torch.float32 and heads.head_dim > WIDEST_FLOAT32 and self.capability in LITTLE_SHARED_MEMORY:
             found = version_of(self.capability)
-            raise StartupError(f"--dtype float32: heads of {heads.head_dim} dimensions do not fit into the shared memory of compute capability {found}")
+            raise StartupError(
+                f"--dtype float32: heads of {heads.head_dim} dimensions do not fit into the shared memory of compute "
+                f"capability {found}"
+            )
         return CudaAttention(self.buffers, self.dtype, heads, scores)
 
-    def stack(self, layers: Sequence[LayerWeights], attention: Attention, wiring: Wiring, cut: Cut | None = None) -> CudaStack | None:
+    def stack(
+        self, layers: Sequence[LayerWeights], attention: Attention, wiring: Wiring, cut: Cut | None = None
+    ) -> CudaStack | None:
         assert isinstance(attention, CudaAttention)
         if cut is not None or not all(layer.mlp.is_recordable for layer in layers):
             return None
@@ -123,21 +178,38 @@ class CudaBackend:
     def kv_token_bytes(self, num_kv_heads: int, head_dim: int, *, group: int) -> int:
         return 2 * num_kv_heads * (kv_row_size(head_dim, group) if group else head_dim * self.dtype.itemsize)
 
-    def make_kv_layer(self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int, *, group: int) -> Tensor:
+    def make_kv_layer(
+        self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int, *, group: int
+    ) -> Tensor:
         """[2, num_blocks, num_kv_heads * block_size * row]: see kernels/attention.py."""
         if group & (group - 1):
-            raise StartupError(f"--kv-cache-dtype int8: on a GPU heads of {head_dim} dimensions can't be divided into groups of {group}, only of powers of two")
+            raise StartupError(
+                f"--kv-cache-dtype int8: on a GPU heads of {head_dim} dimensions can't be divided into groups of "
+                f"{group}, only of powers of two"
+            )
         row = kv_row_size(head_dim, group) if group else head_dim
-        return torch.zeros((2, num_blocks, num_kv_heads * block_size * row), dtype=torch.int8 if group else self.dtype, device=self.device)
+        return torch.zeros(
+            (2, num_blocks, num_kv_heads * block_size * row),
+            dtype=torch.int8 if group else self.dtype,
+            device=self.device,
+        )
 
     def copy_blocks(self, layers: Sequence[Tensor], copies: Sequence[tuple[int, int]]) -> None:
         block_bytes = layers[0][0, 0].nbytes
         assert block_bytes % WORD == 0
-        bases, pairs = to_device_together([np.array([each.data_ptr() for each in layers], np.int64), np.array(copies, np.int64)], self.device)
+        bases, pairs = to_device_together(
+            [np.array([each.data_ptr() for each in layers], np.int64), np.array(copies, np.int64)], self.device
+        )
         num_words = block_bytes // WORD
         kernels.copy_blocks[(len(layers), 2, triton.cdiv(num_words, COPIED_AT_ONCE))](
-            bases, pairs, len(copies), num_words, layers[0].stride(0) * layers[0].element_size() // WORD, BLOCK=COPIED_AT_ONCE, num_warps=4
-        )  # fmt: skip
+            bases,
+            pairs,
+            len(copies),
+            num_words,
+            layers[0].stride(0) * layers[0].element_size() // WORD,
+            BLOCK=COPIED_AT_ONCE,
+            num_warps=4,
+        )
 
     def workspace(self, step: LargestStep) -> Workspace:
         """Reserves the buffers, runs the largest step's parts, which compiles most kernels, and
@@ -152,13 +224,20 @@ class CudaBackend:
         if step.stack is not None:
             step.stack.reserve(pad_to_bucket(step.num_logits))
         if self.device.type != "cuda":
-            return Workspace(self.buffers.num_bytes, step.num_logits * step.head.num_outputs * 4 if isinstance(step.head, CudaLinear) else 0)
+            return Workspace(
+                self.buffers.num_bytes,
+                step.num_logits * step.head.num_outputs * 4 if isinstance(step.head, CudaLinear) else 0,
+            )
         torch.cuda.empty_cache()
         before = torch.cuda.memory_allocated(self.device)
         torch.cuda.reset_peak_memory_stats(self.device)
         self._run_largest(step)
         peak = torch.cuda.max_memory_allocated(self.device) - before
-        of_recordings = 0 if step.stack is None else self._recording_bytes(step, lambda: int(torch.cuda.mem_get_info(self.device)[0]))
+        of_recordings = (
+            0
+            if step.stack is None
+            else self._recording_bytes(step, lambda: int(torch.cuda.mem_get_info(self.device)[0]))
+        )
         torch.cuda.empty_cache()
         return Workspace(peak, of_recordings)
 
@@ -234,7 +313,9 @@ class CudaBackend:
         table = tuple(range(-(-max(lens) // SMALLEST_BLOCK)))
         shape = num_tokens, (heads.rotary_dim or heads.head_dim) // 2
         ropes = self.buffers.take("cos 0", shape, torch.float32), self.buffers.take("sin 0", shape, torch.float32)
-        inputs = AttentionInputs(lens, lens, [table] * len(lens), torch.zeros(0, dtype=torch.int64, device=self.device), (ropes,) * num_ropes)
+        inputs = AttentionInputs(
+            lens, lens, [table] * len(lens), torch.zeros(0, dtype=torch.int64, device=self.device), (ropes,) * num_ropes
+        )
         plan = attention.plan(inputs, SMALLEST_BLOCK)
         self.buffers.upload()
         return plan

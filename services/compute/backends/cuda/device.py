@@ -31,14 +31,18 @@ def why_unusable() -> str | None:
         return "Triton needs a C compiler, gcc or clang, for what launches its kernels (docs/understand/gpu.md)"
     if not python_header().is_file():
         return (
-            f"Triton needs Python's headers beside the C compiler, and {python_header()} is not there: Debian's python3-dev has them (docs/understand/gpu.md)"
+            f"Triton needs Python's headers beside the C compiler, and {python_header()} is not there: Debian's "
+            "python3-dev has them (docs/understand/gpu.md)"
         )
     try:
         torch.cuda.mem_get_info()  # the first that needs the device itself
     except RuntimeError as error:
         return words_of(error)
     if (capability := torch.cuda.get_device_capability()) < OLDEST:
-        return f"{torch.cuda.get_device_name()} has compute capability {version_of(capability)}, the kernels need {version_of(OLDEST)} (Ampere) or newer"
+        return (
+            f"{torch.cuda.get_device_name()} has compute capability {version_of(capability)}, the kernels need "
+            f"{version_of(OLDEST)} (Ampere) or newer"
+        )
     return None
 
 
@@ -59,7 +63,11 @@ def capability_of(device: torch.device) -> tuple[int, int]:
 
 def multiprocessors_of(device: torch.device) -> int:
     """How many multiprocessors there are; on a CPU INTERPRETED_MULTIPROCESSORS."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else INTERPRETED_MULTIPROCESSORS
+    return (
+        torch.cuda.get_device_properties(device).multi_processor_count
+        if device.type == "cuda"
+        else INTERPRETED_MULTIPROCESSORS
+    )
 
 
 def _why_unavailable() -> str:

@@ -32,7 +32,9 @@ class Stacked:
         self.layer = layers[0]
         self.parts = {name: self._stack(layers, name) for name in ("weight", "scales", "zeros", "minima", "bias")}
         # numbers of a layer's parts; 0: it has none
-        self.sizes = tuple(part[0].numel() if (part := self.parts[name]) is not None else 0 for name in ("weight", "scales", "bias"))
+        self.sizes = tuple(
+            part[0].numel() if (part := self.parts[name]) is not None else 0 for name in ("weight", "scales", "bias")
+        )
 
     @staticmethod
     def _stack(layers: Sequence[CudaLinear], name: str) -> Tensor | None:
@@ -54,14 +56,34 @@ class Stacked:
         inputs = (rows.codes, rows.scales, rows.sums) if isinstance(rows, QuantizedRows) else (rows, None, None)
         n = layer.num_outputs
         # the next product's rows are made of all that is there
-        out = (torch.empty if groups.is_whole else torch.zeros)((len(order), n), dtype=layer.dtype, device=layer.weight.device)
+        out = (torch.empty if groups.is_whole else torch.zeros)(
+            (len(order), n), dtype=layer.dtype, device=layer.weight.device
+        )
         kernels.multiply_experts[(len(tiles) * triton.cdiv(n, tile.columns),)](
-            *inputs, *self.parts.values(), out, order, tiles, len(tiles), pairs_per_row, n, layer.k, layer.weight.stride(0), layer.height,
-            *self.sizes, *layer.words,
-            FORM=int(layer.form), FIRST=layer.first, GROUP=layer.group if layer.form in (WeightForm.GROUPS, WeightForm.FOUR_BIT) else 0,
-            ACTIVATION=layer.activation, BLOCK_M=tile.rows, BLOCK_N=tile.columns, BLOCK_K=tile.depth, num_warps=tile.warps, num_stages=tile.stages,
+            *inputs,
+            *self.parts.values(),
+            out,
+            order,
+            tiles,
+            len(tiles),
+            pairs_per_row,
+            n,
+            layer.k,
+            layer.weight.stride(0),
+            layer.height,
+            *self.sizes,
+            *layer.words,
+            FORM=int(layer.form),
+            FIRST=layer.first,
+            GROUP=layer.group if layer.form in (WeightForm.GROUPS, WeightForm.FOUR_BIT) else 0,
+            ACTIVATION=layer.activation,
+            BLOCK_M=tile.rows,
+            BLOCK_N=tile.columns,
+            BLOCK_K=tile.depth,
+            num_warps=tile.warps,
+            num_stages=tile.stages,
             enable_fp_fusion=layer.weight.dtype == torch.float32,  # as in CudaLinear
-        )  # fmt: skip
+        )
         return out
 
 
@@ -91,7 +113,9 @@ class CudaExperts:
         num_pairs = chosen.numel()
         order = torch.empty(num_pairs, dtype=torch.int32, device=chosen.device)
         tiles = torch.empty((num_pairs // rows + self.num_held, 3), dtype=torch.int32, device=chosen.device)
-        kernels.group_pairs[(self.num_held,)](chosen.contiguous(), order, tiles, num_pairs, self.first, ROWS=rows, BLOCK=AT_ONCE)
+        kernels.group_pairs[(self.num_held,)](
+            chosen.contiguous(), order, tiles, num_pairs, self.first, ROWS=rows, BLOCK=AT_ONCE
+        )
         return PairGroups(order, tiles, self.num_held == self.num_experts)
 
 
@@ -101,6 +125,16 @@ def are_alike(layers: Sequence[CudaLinear]) -> bool:
     def kind(layer: CudaLinear) -> tuple[object, ...]:
         parts = (layer.weight, layer.scales, layer.zeros, layer.minima, layer.bias)
         shapes = [(part.shape, part.dtype) if part is not None else None for part in parts]
-        return layer.form, layer.group, layer.height, layer.first, layer.words, layer.activation, layer.k, layer.num_outputs, shapes
+        return (
+            layer.form,
+            layer.group,
+            layer.height,
+            layer.first,
+            layer.words,
+            layer.activation,
+            layer.k,
+            layer.num_outputs,
+            shapes,
+        )
 
     return all(kind(each) == kind(layers[0]) for each in layers)

@@ -75,7 +75,9 @@ def choose_tile(form: WeightForm, num_rows: int, group: int, *, is_gated: bool, 
     if num_rows <= FEW_ROWS:
         return _tile_of_few(form, num_rows, group, is_gated=is_gated, is_wide=is_wide)
     if not is_hopper or is_wide:
-        depth = {WeightForm.DENSE: 32 if is_wide else 64, WeightForm.COLUMNS: 128, WeightForm.FLOAT8: FLOAT8_DEPTH}.get(form, group)
+        depth = {WeightForm.DENSE: 32 if is_wide else 64, WeightForm.COLUMNS: 128, WeightForm.FLOAT8: FLOAT8_DEPTH}.get(
+            form, group
+        )
         return Tile(128, 128 if form == WeightForm.FLOAT8 else 64, depth, 8, 3)
     is_some = num_rows <= SOME_ROWS
     if form == WeightForm.DENSE:
@@ -115,9 +117,17 @@ class CudaLinear:
     half. Of quantized weights, x is quantized too."""
 
     def __init__(
-        self, matrix: OneForm, bias: Tensor | None, dtype: torch.dtype, *, is_gated: bool, activation: str, vendor_from: int | None = None,
-        parts: SplitK | None = None, is_hopper: bool,
-    ) -> None:  # fmt: skip
+        self,
+        matrix: OneForm,
+        bias: Tensor | None,
+        dtype: torch.dtype,
+        *,
+        is_gated: bool,
+        activation: str,
+        vendor_from: int | None = None,
+        parts: SplitK | None = None,
+        is_hopper: bool,
+    ) -> None:
         """matrix: readable; dtype: of x and of what comes out, and of dense weights; vendor_from:
         rows from which on the vendor's product is used, if any; parts: of the whole layer's sums; is_hopper:
         the device."""
@@ -139,7 +149,11 @@ class CudaLinear:
         if isinstance(matrix, Dense):
             self.form, self.weight = WeightForm.DENSE, matrix.dequantize(dtype).contiguous()
         elif isinstance(matrix, Int8Columns):
-            self.form, self.weight, self.scales = WeightForm.COLUMNS, matrix.codes.contiguous(), matrix.scales.float().contiguous()
+            self.form, self.weight, self.scales = (
+                WeightForm.COLUMNS,
+                matrix.codes.contiguous(),
+                matrix.scales.float().contiguous(),
+            )
         elif isinstance(matrix, Float8):
             matrix = matrix.by_output() if matrix.is_by_column else matrix
             self.form = WeightForm.FLOAT8 if matrix.is_by_column else WeightForm.FLOAT8_BLOCKS
@@ -148,7 +162,11 @@ class CudaLinear:
         else:
             matrix = matrix.with_table()
             self.group = matrix.group
-            self.form, self.weight = (WeightForm.GROUPS, matrix.codes.contiguous()) if matrix.table is None else (WeightForm.FOUR_BIT, pack_pairs(matrix.codes))
+            self.form, self.weight = (
+                (WeightForm.GROUPS, matrix.codes.contiguous())
+                if matrix.table is None
+                else (WeightForm.FOUR_BIT, pack_pairs(matrix.codes))
+            )
             self.scales = matrix.scales.half().contiguous()
             self.zeros = matrix.zeros.contiguous() if matrix.zeros is not None else None
             self.minima = matrix.minima.half().contiguous() if matrix.minima is not None else None
@@ -157,15 +175,23 @@ class CudaLinear:
         unit = VENDOR_UNIT.get(self.weight.dtype, 1)
         # what _scaled_mm takes with scales by row and column
         is_scaled_in_bf16 = self.form is WeightForm.FLOAT8 and dtype == torch.bfloat16
-        has_vendor = (self.form in (WeightForm.DENSE, WeightForm.COLUMNS) or is_scaled_in_bf16) and n % unit == 0 and self.k % unit == 0
+        has_vendor = (
+            (self.form in (WeightForm.DENSE, WeightForm.COLUMNS) or is_scaled_in_bf16)
+            and n % unit == 0
+            and self.k % unit == 0
+        )
         self.vendor_from = vendor_from if has_vendor else None
 
     @property
     def num_bytes(self) -> int:
         """Bytes that a call reads, without x."""
-        return sum(each.nbytes for each in (self.weight, self.bias, self.scales, self.zeros, self.minima) if each is not None)
+        return sum(
+            each.nbytes for each in (self.weight, self.bias, self.scales, self.zeros, self.minima) if each is not None
+        )
 
-    def __call__(self, x: Tensor, *, norm: Tensor | None = None, eps: float = 0.0, residual: Tensor | None = None) -> Tensor:
+    def __call__(
+        self, x: Tensor, *, norm: Tensor | None = None, eps: float = 0.0, residual: Tensor | None = None
+    ) -> Tensor:
         rows = self.prepare(x, norm, eps)
         if self.vendor_from is not None and len(x) >= self.vendor_from:
             return self.multiply_by_vendor(rows, residual)
@@ -178,7 +204,9 @@ class CudaLinear:
     def prepare(self, x: Tensor, norm: Tensor | None, eps: float) -> Tensor | QuantizedRows:
         """norm(x), in codes where weights are."""
         if self.form != WeightForm.DENSE:
-            return quantize(x, self.group, torch.float8_e4m3fn if self.form >= WeightForm.FLOAT8 else torch.int8, norm=norm, eps=eps)
+            return quantize(
+                x, self.group, torch.float8_e4m3fn if self.form >= WeightForm.FLOAT8 else torch.int8, norm=norm, eps=eps
+            )
         return x.contiguous() if norm is None else prepare(x, norm=norm, eps=eps)
 
     def multiply(self, rows: Tensor | QuantizedRows, residual: Tensor | None, dtype: torch.dtype) -> Tensor:
@@ -193,46 +221,113 @@ class CudaLinear:
         if self.parts is not None and num_tiles <= self.parts.enough_tiles:
             return self.multiply_parts(inputs, residual, out, tile, self.parts.span)
         kernels.multiply[(num_tiles,)](
-            *inputs, self.weight, self.scales, self.zeros, self.minima, self.bias, residual, out, num_rows, n, self.k,
-            self.k if self.parts is None else self.parts.span, self.weight.stride(0), self.height, *self.words,
-            FORM=int(self.form), FIRST=self.first, GROUP=self.group if self.form in (WeightForm.GROUPS, WeightForm.FOUR_BIT) else 0,
-            ACTIVATION=self.activation, HAS_PARTS=self.parts is not None, BLOCK_M=tile.rows, BLOCK_N=tile.columns, BLOCK_K=tile.depth,
-            num_warps=tile.warps, num_stages=tile.stages,
+            *inputs,
+            self.weight,
+            self.scales,
+            self.zeros,
+            self.minima,
+            self.bias,
+            residual,
+            out,
+            num_rows,
+            n,
+            self.k,
+            self.k if self.parts is None else self.parts.span,
+            self.weight.stride(0),
+            self.height,
+            *self.words,
+            FORM=int(self.form),
+            FIRST=self.first,
+            GROUP=self.group if self.form in (WeightForm.GROUPS, WeightForm.FOUR_BIT) else 0,
+            ACTIVATION=self.activation,
+            HAS_PARTS=self.parts is not None,
+            BLOCK_M=tile.rows,
+            BLOCK_N=tile.columns,
+            BLOCK_K=tile.depth,
+            num_warps=tile.warps,
+            num_stages=tile.stages,
             # whose sums are multiply-adds; else one tile would be fused where another is not
             enable_fp_fusion=self.weight.dtype == torch.float32,
-        )  # fmt: skip
+        )
         return out
 
     def tile(self, num_rows: int) -> Tile:
         is_gated, is_wide = self.activation is not None, self.weight.dtype == torch.float32
-        return choose_tile(self.form, num_rows, self.group, is_gated=is_gated, is_wide=is_wide, is_hopper=self.is_hopper)
+        return choose_tile(
+            self.form, num_rows, self.group, is_gated=is_gated, is_wide=is_wide, is_hopper=self.is_hopper
+        )
 
     def multiply_parts(
-        self, inputs: tuple[Tensor, Tensor | None, Tensor | None], residual: Tensor | None, out: Tensor, tile: Tile, span: int
-    ) -> Tensor:  # fmt: skip
+        self,
+        inputs: tuple[Tensor, Tensor | None, Tensor | None],
+        residual: Tensor | None,
+        out: Tensor,
+        tile: Tile,
+        span: int,
+    ) -> Tensor:
         """The same bits, by a program for each part of a tile, and a pass that adds them up."""
         num_rows, n = len(out), self.weight.shape[0]
         num_parts = triton.cdiv(self.k, span)
-        sums = torch.empty((num_parts, num_rows, n), dtype=torch.int32 if self.form == WeightForm.COLUMNS else torch.float32, device=out.device)
+        sums = torch.empty(
+            (num_parts, num_rows, n),
+            dtype=torch.int32 if self.form == WeightForm.COLUMNS else torch.float32,
+            device=out.device,
+        )
         kernels.multiply_part[(triton.cdiv(num_rows, tile.rows) * triton.cdiv(n, tile.columns), num_parts)](
-            *inputs, self.weight, self.scales, self.zeros, self.minima, sums, num_rows, n, self.k, span, self.weight.stride(0), self.height, *self.words,
-            FORM=int(self.form), FIRST=self.first, GROUP=self.group if self.form in (WeightForm.GROUPS, WeightForm.FOUR_BIT) else 0,
-            BLOCK_M=tile.rows, BLOCK_N=tile.columns, BLOCK_K=tile.depth, num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=False,
-        )  # fmt: skip
+            *inputs,
+            self.weight,
+            self.scales,
+            self.zeros,
+            self.minima,
+            sums,
+            num_rows,
+            n,
+            self.k,
+            span,
+            self.weight.stride(0),
+            self.height,
+            *self.words,
+            FORM=int(self.form),
+            FIRST=self.first,
+            GROUP=self.group if self.form in (WeightForm.GROUPS, WeightForm.FOUR_BIT) else 0,
+            BLOCK_M=tile.rows,
+            BLOCK_N=tile.columns,
+            BLOCK_K=tile.depth,
+            num_warps=tile.warps,
+            num_stages=tile.stages,
+            enable_fp_fusion=False,
+        )
         scales = (inputs[1], self.scales) if self.form in (WeightForm.COLUMNS, WeightForm.FLOAT8) else (None, None)
         self.finish(sums, scales, residual, out, num_parts, is_fused=False)
         return out
 
     def finish(
-        self, sums: Tensor, scales: tuple[Tensor | None, Tensor | None], residual: Tensor | None, out: Tensor, num_parts: int, *, is_fused: bool
-    ) -> None:  # fmt: skip
+        self,
+        sums: Tensor,
+        scales: tuple[Tensor | None, Tensor | None],
+        residual: Tensor | None,
+        out: Tensor,
+        num_parts: int,
+        *,
+        is_fused: bool,
+    ) -> None:
         """out [T, num_outputs] from sums of products: see kernels.finish_product."""
         num_rows, n = out.shape
         grid = (triton.cdiv(num_rows, FINISHED_ROWS), triton.cdiv(n, FINISHED_COLUMNS))
         kernels.finish_product[grid](
-            sums, *scales, self.bias, residual, out, num_rows, n, num_parts, ACTIVATION=self.activation, BLOCK_M=FINISHED_ROWS, BLOCK_N=FINISHED_COLUMNS,
+            sums,
+            *scales,
+            self.bias,
+            residual,
+            out,
+            num_rows,
+            n,
+            num_parts,
+            ACTIVATION=self.activation,
+            BLOCK_M=FINISHED_ROWS,
+            BLOCK_N=FINISHED_COLUMNS,
             enable_fp_fusion=is_fused,
-        )  # fmt: skip
+        )
 
     def multiply_by_vendor(self, rows: Tensor | QuantizedRows, residual: Tensor | None) -> Tensor:
         """Compute the product in self.dtype by the vendor's library, whose sums may be divided as
@@ -244,7 +339,9 @@ class CudaLinear:
             product, scales = torch._int_mm(rows.codes, self.weight.T), (rows.scales, self.scales)
         else:
             assert self.scales is not None
-            product = torch._scaled_mm(rows.codes, self.weight.T, scale_a=rows.scales, scale_b=self.scales.T, out_dtype=self.dtype)
+            product = torch._scaled_mm(
+                rows.codes, self.weight.T, scale_a=rows.scales, scale_b=self.scales.T, out_dtype=self.dtype
+            )
         if product.dtype == self.dtype and self.bias is None and self.activation is None and residual is None:
             return product
         out = torch.empty((len(product), self.num_outputs), dtype=self.dtype, device=product.device)
@@ -263,5 +360,8 @@ def read_table(table: Tensor) -> tuple[int | None, tuple[int, int]]:
     bytes."""
     values = table.tolist()
     first = values[0] if values == list(range(values[0], values[0] + 16)) else None
-    low, high = (int.from_bytes(bytes(value & 0xFF for value in half), "little", signed=True) for half in (values[:8], values[8:]))
+    low, high = (
+        int.from_bytes(bytes(value & 0xFF for value in half), "little", signed=True)
+        for half in (values[:8], values[8:])
+    )
     return first, (low, high)

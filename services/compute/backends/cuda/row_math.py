@@ -22,7 +22,15 @@ class QuantizedRows:
     sums: Tensor | None  # [T, groups] int32: of the codes in int8
 
 
-def prepare(h: Tensor, *, norm: Tensor | None = None, eps: float = 0.0, x: Tensor | None = None, multiplier: float = 1.0, out: Tensor | None = None) -> Tensor:
+def prepare(
+    h: Tensor,
+    *,
+    norm: Tensor | None = None,
+    eps: float = 0.0,
+    x: Tensor | None = None,
+    multiplier: float = 1.0,
+    out: Tensor | None = None,
+) -> Tensor:
     """x + multiplier * norm(h). h, x: [T, k], h perhaps columns of a wider tensor; out: of h's
     strides, a new tensor by default, or h itself."""
     out = torch.empty_like(h, memory_format=torch.contiguous_format) if out is None else out
@@ -30,13 +38,29 @@ def prepare(h: Tensor, *, norm: Tensor | None = None, eps: float = 0.0, x: Tenso
     k = h.shape[1]
     block = triton.next_power_of_2(k)
     kernels.prepare_rows[(len(h),)](
-        h, x, norm, out, None, None, None, h.stride(0), k, eps, multiplier, 0, GROUP=0, BLOCK=block, num_warps=warps_of(block),
+        h,
+        x,
+        norm,
+        out,
+        None,
+        None,
+        None,
+        h.stride(0),
+        k,
+        eps,
+        multiplier,
+        0,
+        GROUP=0,
+        BLOCK=block,
+        num_warps=warps_of(block),
         enable_fp_fusion=True,
-    )  # fmt: skip
+    )
     return out
 
 
-def quantize(h: Tensor, group: int, dtype: torch.dtype, *, norm: Tensor | None = None, eps: float = 0.0) -> QuantizedRows:
+def quantize(
+    h: Tensor, group: int, dtype: torch.dtype, *, norm: Tensor | None = None, eps: float = 0.0
+) -> QuantizedRows:
     """norm(h) in dtype, int8 or float8_e4m3fn: by groups of so many inputs, a power of two, or as
     many as a row has."""
     num_rows, k = h.shape
@@ -46,9 +70,23 @@ def quantize(h: Tensor, group: int, dtype: torch.dtype, *, norm: Tensor | None =
     sums = torch.empty((num_rows, num_groups), dtype=torch.int32, device=h.device) if dtype == torch.int8 else None
     block = max(block, group) if num_groups > 1 else block
     kernels.prepare_rows[(num_rows,)](
-        h, None, norm, None, codes, scales, sums, h.stride(0), k, eps, 1.0, num_groups, GROUP=group if num_groups > 1 else block, BLOCK=block,
-        num_warps=warps_of(block), enable_fp_fusion=True,
-    )  # fmt: skip
+        h,
+        None,
+        norm,
+        None,
+        codes,
+        scales,
+        sums,
+        h.stride(0),
+        k,
+        eps,
+        1.0,
+        num_groups,
+        GROUP=group if num_groups > 1 else block,
+        BLOCK=block,
+        num_warps=warps_of(block),
+        enable_fp_fusion=True,
+    )
     return QuantizedRows(codes, scales, sums)
 
 
@@ -73,24 +111,42 @@ class CudaRowMath:
         block = triton.next_power_of_2(num_experts)
         if num_rows:
             expert_kernels.choose_experts[(num_rows,)](
-                logits, chosen, weights, num_experts, num_active, IS_NORMALIZED=has_normalized_weights, BLOCK=block,
-                KEPT=triton.next_power_of_2(num_active), num_warps=warps_of(block), enable_fp_fusion=False,
-            )  # fmt: skip
+                logits,
+                chosen,
+                weights,
+                num_experts,
+                num_active,
+                IS_NORMALIZED=has_normalized_weights,
+                BLOCK=block,
+                KEPT=triton.next_power_of_2(num_active),
+                num_warps=warps_of(block),
+                enable_fp_fusion=False,
+            )
         return chosen, weights
 
-    def add_experts(self, x: Tensor, results: Tensor, weights: Tensor, *, shared: tuple[Tensor, Tensor] | None, has_residual: bool) -> Tensor:
+    def add_experts(
+        self, x: Tensor, results: Tensor, weights: Tensor, *, shared: tuple[Tensor, Tensor] | None, has_residual: bool
+    ) -> Tensor:
         num_rows, hidden = x.shape
         out = torch.empty_like(x, memory_format=torch.contiguous_format)
         if num_rows:
             expert_kernels.add_experts[(num_rows, triton.cdiv(hidden, ADDED_AT_ONCE))](
-                x.contiguous(), results.contiguous(), weights.contiguous(), *(shared or (None, None)), out, weights.shape[1], hidden,
-                HAS_RESIDUAL=has_residual, BLOCK=ADDED_AT_ONCE, enable_fp_fusion=False,
-            )  # fmt: skip
+                x.contiguous(),
+                results.contiguous(),
+                weights.contiguous(),
+                *(shared or (None, None)),
+                out,
+                weights.shape[1],
+                hidden,
+                HAS_RESIDUAL=has_residual,
+                BLOCK=ADDED_AT_ONCE,
+                enable_fp_fusion=False,
+            )
         return out
 
     def finish_logits(self, logits: Tensor, *, multiplier: float, cap: float) -> Tensor:
         size = logits.numel()
         kernels.finish_logits[(triton.cdiv(size, FINISHED_AT_ONCE),)](
             logits, size, multiplier, cap, HAS_CAP=cap != 0.0, BLOCK=FINISHED_AT_ONCE, enable_fp_fusion=True
-        )  # fmt: skip
+        )
         return logits

@@ -55,7 +55,9 @@ class CudaRowSearch:
         assert logits.is_contiguous()
         words = to_device(np.stack(masks).view(np.int32), logits.device)
         grid = (len(masks), triton.cdiv(logits.shape[1], BLOCK))
-        kernels.ban_logits[grid](logits, to_device(rows, logits.device), words, logits.shape[1], words.shape[1], BLOCK=BLOCK)
+        kernels.ban_logits[grid](
+            logits, to_device(rows, logits.device), words, logits.shape[1], words.shape[1], BLOCK=BLOCK
+        )
 
     def start(self, logits: Tensor, wanted: SearchRequest) -> CudaSearch:
         """Launch the search, and the draws, which read its results on the device."""
@@ -68,8 +70,17 @@ class CudaRowSearch:
         drawn = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
         if num_rows:
             kernels.draw_tokens[(num_rows,)](
-                keys, masses, draws, states, drawn, logits.shape[1], masses.shape[1], KEPT=keys.shape[1], num_warps=1, enable_fp_fusion=False
-            )  # fmt: skip
+                keys,
+                masses,
+                draws,
+                states,
+                drawn,
+                logits.shape[1],
+                masses.shape[1],
+                KEPT=keys.shape[1],
+                num_warps=1,
+                enable_fp_fusion=False,
+            )
         copies = to_host(keys, drawn, masses)
         copied = None
         if logits.device.type == "cuda":
@@ -97,12 +108,16 @@ def largest_keys(logits: Tensor, k: int) -> Tensor:
     num_chunks = triton.cdiv(vocab_size, chunk)
     keys = torch.empty((num_rows, num_chunks * kept), dtype=torch.int64, device=logits.device)
     if num_rows:
-        kernels.largest_logits[(num_rows, num_chunks)](logits.contiguous(), keys, vocab_size, num_chunks, CHUNK=chunk, KEPT=kept, enable_fp_fusion=True)
+        kernels.largest_logits[(num_rows, num_chunks)](
+            logits.contiguous(), keys, vocab_size, num_chunks, CHUNK=chunk, KEPT=kept, enable_fp_fusion=True
+        )
     while num_chunks > 1:
         num_keys, num_chunks = keys.shape[1], triton.cdiv(keys.shape[1], chunk)
         out = torch.empty((num_rows, num_chunks * kept), dtype=torch.int64, device=logits.device)
         if num_rows:
-            kernels.largest_keys[(num_rows, num_chunks)](keys, out, num_keys, num_chunks, CHUNK=chunk, KEPT=kept, enable_fp_fusion=True)
+            kernels.largest_keys[(num_rows, num_chunks)](
+                keys, out, num_keys, num_chunks, CHUNK=chunk, KEPT=kept, enable_fp_fusion=True
+            )
         keys = out
     return keys
 
@@ -113,8 +128,17 @@ def partial_masses(logits: Tensor, rows: Tensor, largest: Tensor, temperatures: 
     out = torch.empty((len(rows), num_parts), dtype=torch.float32, device=logits.device)
     if len(rows):
         kernels.sum_masses[(len(rows), num_parts)](
-            logits.contiguous(), rows, largest, temperatures, out, logits.shape[1], num_parts, PART=PART, BLOCK=BLOCK, enable_fp_fusion=True
-        )  # fmt: skip
+            logits.contiguous(),
+            rows,
+            largest,
+            temperatures,
+            out,
+            logits.shape[1],
+            num_parts,
+            PART=PART,
+            BLOCK=BLOCK,
+            enable_fp_fusion=True,
+        )
     return out
 
 
@@ -128,14 +152,20 @@ def draws_of(wanted: SearchRequest) -> Array:
     """The argument of draw_tokens: [R, 6] float64."""
     masses_rows = np.full(len(wanted.params), -1.0)
     masses_rows[wanted.whole] = len(wanted.scored) + np.arange(len(wanted.whole))
-    asked = [(0.0 if each.is_greedy else each.temperature, each.top_k, each.top_p, each.min_p) for each in wanted.params]
+    asked = [
+        (0.0 if each.is_greedy else each.temperature, each.top_k, each.top_p, each.min_p) for each in wanted.params
+    ]
     return np.column_stack([np.array(asked, np.float64), wanted.num_listed, masses_rows])
 
 
 def to_host(*tensors: Tensor) -> list[Tensor]:
     """Copies on the host, begun as one asynchronous transfer. tensors: those of wider numbers first."""
     there = torch.cat([each.flatten().view(torch.uint8) for each in tensors])
-    here = there if there.device.type == "cpu" else torch.empty(there.shape, dtype=there.dtype, pin_memory=True).copy_(there, non_blocking=True)
+    here = (
+        there
+        if there.device.type == "cpu"
+        else torch.empty(there.shape, dtype=there.dtype, pin_memory=True).copy_(there, non_blocking=True)
+    )
     pieces = torch.split(here, [each.nbytes for each in tensors])
     return [piece.view(each.dtype).view(each.shape) for piece, each in zip(pieces, tensors, strict=True)]
 

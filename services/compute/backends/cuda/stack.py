@@ -16,9 +16,14 @@ class CudaStack:
     drafts. Those with chunks are launched kernel by kernel."""
 
     def __init__(
-        self, buffers: Buffers, row_math: RowMath, layers: Sequence[LayerWeights], attention: CudaAttention, wiring: Wiring,
+        self,
+        buffers: Buffers,
+        row_math: RowMath,
+        layers: Sequence[LayerWeights],
+        attention: CudaAttention,
+        wiring: Wiring,
         make_recorder: Callable[[], Record],
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.buffers = buffers
         self.row_math = row_math
         self.layers = layers
@@ -32,24 +37,32 @@ class CudaStack:
         held = self.buffers.take("stack", (plan.shape[0], x.shape[1]), x.dtype)
         held[: len(x)].copy_(x)
         key = (*plan.shape, kv_layers[0].shape, *[kv.data_ptr() for kv in kv_layers])
-        return self.recordings.run(key, lambda: self.run(held, kv_layers, plan, taps), lambda: self.buffers.generation)[: len(x)]
+        return self.recordings.run(key, lambda: self.run(held, kv_layers, plan, taps), lambda: self.buffers.generation)[
+            : len(x)
+        ]
 
     def run(self, x: Tensor, kv_layers: Sequence[Tensor], plan: CudaPlan, taps: Taps | None = None) -> Tensor:
         """Launch all kernels of the step. x, which stays as it is: [T, hidden]. Returns [T,
         hidden]."""
         wiring = self.wiring
-        for number, (layer, kv, window, rope) in enumerate(zip(self.layers, kv_layers, wiring.windows, wiring.ropes, strict=True)):
+        for number, (layer, kv, window, rope) in enumerate(
+            zip(self.layers, kv_layers, wiring.windows, wiring.ropes, strict=True)
+        ):
             if taps is not None:
                 taps.keep(number, x)
             norms = layer.norms
             qkv = layer.qkv(x, norm=norms.before_attention, eps=wiring.eps)
-            h = self.attention(qkv, kv, plan, window=window, norms=(norms.q, norms.k), eps=wiring.eps, rope=rope, sinks=layer.sinks)
+            h = self.attention(
+                qkv, kv, plan, window=window, norms=(norms.q, norms.k), eps=wiring.eps, rope=rope, sinks=layer.sinks
+            )
             if wiring.adds_in_layers:
                 x = layer.output(h, residual=x)
                 x = layer.mlp(x, norm=norms.before_mlp, eps=wiring.eps)
             else:
                 x = self._add(x, layer.output(h), norms.after_attention)
-                x = self._add(x, layer.mlp(x, norm=norms.before_mlp, eps=wiring.eps, has_residual=False), norms.after_mlp)
+                x = self._add(
+                    x, layer.mlp(x, norm=norms.before_mlp, eps=wiring.eps, has_residual=False), norms.after_mlp
+                )
         if taps is not None:
             taps.keep(len(self.layers), x)
         return x

@@ -58,7 +58,9 @@ class BlockTables:
         if places:
             edits = self._edits.fill("edits", np.array([*places, *values], np.int32), torch.int32)
             self._edits.upload()
-            kernels.write_tables[(triton.cdiv(len(places), WRITTEN_AT_ONCE),)](self.held, edits, len(places), BLOCK=WRITTEN_AT_ONCE)
+            kernels.write_tables[(triton.cdiv(len(places), WRITTEN_AT_ONCE),)](
+                self.held, edits, len(places), BLOCK=WRITTEN_AT_ONCE
+            )
         return rows
 
     def _row(self, handle: int) -> int:

@@ -102,7 +102,11 @@ class TorchAttention:
         for sequence, (length, context) in enumerate(zip(inputs.query_lens, inputs.context_lens, strict=True)):
             for at in range(0, length, PIECE):
                 count = min(PIECE, length - at)
-                end = context - length + at + count if inputs.last_seen is None else inputs.last_seen[row + at + count - 1] + 1
+                end = (
+                    context - length + at + count
+                    if inputs.last_seen is None
+                    else inputs.last_seen[row + at + count - 1] + 1
+                )
                 piece = QueryBlock(range(row + at, row + at + count), sequence, end)
                 members.setdefault((count, (-(-piece.num_context // RANGE)).bit_length()), []).append(piece)
             row += length
@@ -112,10 +116,14 @@ class TorchAttention:
         device = inputs.slot_mapping.device
         context_lens = torch.tensor([[piece.num_context] for piece in pieces], device=device)
         width = -(-int(context_lens.max()) // block_size)
-        tables = torch.tensor([(*inputs.block_tables[piece.sequence], *(0,) * width)[:width] for piece in pieces], device=device)
+        tables = torch.tensor(
+            [(*inputs.block_tables[piece.sequence], *(0,) * width)[:width] for piece in pieces], device=device
+        )
         lens = (context_lens - torch.arange(width, device=device) * block_size).clamp(0, block_size)
         if inputs.block_lens is not None:
-            there = torch.tensor([(*inputs.block_lens[piece.sequence], *(0,) * width)[:width] for piece in pieces], device=device)
+            there = torch.tensor(
+                [(*inputs.block_lens[piece.sequence], *(0,) * width)[:width] for piece in pieces], device=device
+            )
             lens = torch.minimum(lens, there)
         rows = torch.tensor([list(piece.rows) for piece in pieces], device=device)
         starts = list(accumulate(inputs.query_lens, initial=0))
@@ -159,5 +167,7 @@ class TorchAttention:
         out = torch.empty_like(q)
         for group in plan.groups:
             seen = group.positions, group.last_seen
-            out[group.rows] = paged_attention(q[group.rows], kv, group.block_tables, group.block_lens, seen, window, self.scores, sinks)
+            out[group.rows] = paged_attention(
+                q[group.rows], kv, group.block_tables, group.block_lens, seen, window, self.scores, sinks
+            )
         return out[:, heads.num_before : heads.num_before + heads.num_heads].flatten(1)

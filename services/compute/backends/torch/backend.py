@@ -41,13 +41,23 @@ class TorchBackend:
         return isinstance(matrix, Dense)
 
     def make_linear(
-        self, matrix: Matrix, bias: Tensor | None = None, *, quantization: str = "none", group: int = 32, is_gated: bool = False, activation: str = "silu",
+        self,
+        matrix: Matrix,
+        bias: Tensor | None = None,
+        *,
+        quantization: str = "none",
+        group: int = 32,
+        is_gated: bool = False,
+        activation: str = "silu",
         whole_n: int | None = None,  # noqa: ARG002
-    ) -> TorchLinear:  # fmt: skip
+    ) -> TorchLinear:
         if quantization == "none":
             return TorchLinear(matrix.dequantize(self.dtype), bias, is_gated=is_gated, activation=activation)
         if self.device.type != "cpu" or (self.dtype != torch.bfloat16 and quantization != "fp8"):
-            raise StartupError(f"--quantization {quantization} runs on a CPU in bfloat16 only, not on {self.device.type} in {self.dtype}")
+            raise StartupError(
+                f"--quantization {quantization} runs on a CPU in bfloat16 only, not on {self.device.type} in "
+                f"{self.dtype}"
+            )
         if isinstance(matrix, Dense | Joined):
             matrix = quantize_weight(matrix.dequantize(self.dtype), quantization, group)
         if self.activations == "bfloat16":
@@ -56,7 +66,8 @@ class TorchBackend:
 
     def restore_linear(self, *_: Any, **__: Any) -> TorchLinear:
         raise StartupError(
-            "this checkpoint is packed for the native kernels, which run in bfloat16 on a CPU: build them (penstock build-kernels), or use its source"
+            "this checkpoint is packed for the native kernels, which run in bfloat16 on a CPU: build them (penstock "
+            "build-kernels), or use its source"
         )
 
     def make_mlp(self, gate_up: Linear, down: Linear) -> TorchMlp:
@@ -68,20 +79,32 @@ class TorchBackend:
     def make_attention(self, heads: Heads, scores: Scores | None = None) -> TorchAttention:
         return TorchAttention(heads, scores)
 
-    def stack(self, layers: Sequence[LayerWeights], attention: Attention, wiring: Wiring, cut: Cut | None = None) -> None:  # noqa: ARG002
+    def stack(
+        self,
+        layers: Sequence[LayerWeights],  # noqa: ARG002
+        attention: Attention,  # noqa: ARG002
+        wiring: Wiring,  # noqa: ARG002
+        cut: Cut | None = None,  # noqa: ARG002
+    ) -> None:
         return None
 
     def kv_token_bytes(self, num_kv_heads: int, head_dim: int, *, group: int) -> int:
         return 2 * num_kv_heads * (kv_row_size(head_dim, group) if group else head_dim * self.dtype.itemsize)
 
-    def make_kv_layer(self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int, *, group: int) -> Tensor:
+    def make_kv_layer(
+        self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int, *, group: int
+    ) -> Tensor:
         """[2, num_blocks, num_kv_heads, block_size, head_dim], or a row of int8 groups instead of
         head_dim."""
         dtype = torch.uint8 if group else self.dtype
         shape = (2, num_blocks, num_kv_heads, block_size, kv_row_size(head_dim, group) if group else head_dim)
         if self.device.type != "cpu":
             return torch.zeros(shape, dtype=dtype, device=self.device)
-        return mapped_zeros(num_blocks * block_size * self.kv_token_bytes(num_kv_heads, head_dim, group=group)).view(dtype).view(shape)
+        return (
+            mapped_zeros(num_blocks * block_size * self.kv_token_bytes(num_kv_heads, head_dim, group=group))
+            .view(dtype)
+            .view(shape)
+        )
 
     def copy_blocks(self, layers: Sequence[Tensor], copies: Sequence[tuple[int, int]]) -> None:
         sources, targets = to_device(np.array(copies, np.int64), self.device).unbind(1)
@@ -92,4 +115,11 @@ class TorchBackend:
         """Inputs and outputs of the layer that has most, and once more in float32, as norms,
         activations and logits are computed."""
         sizes = [*((linear, step.num_tokens) for linear in step.linears), (step.head, step.num_logits)]
-        return Workspace(max(rows * sum(linear.weight.shape) * (self.dtype.itemsize + 4) for linear, rows in sizes if isinstance(linear, TorchLinear)), 0)
+        return Workspace(
+            max(
+                rows * sum(linear.weight.shape) * (self.dtype.itemsize + 4)
+                for linear, rows in sizes
+                if isinstance(linear, TorchLinear)
+            ),
+            0,
+        )

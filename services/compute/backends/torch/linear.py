@@ -11,13 +11,17 @@ from services.compute.backends.torch.reference import gated, linear, quantize_fl
 class TorchLinear:
     """A linear layer in the weight's dtype, on its device."""
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, *, is_gated: bool = False, activation: str = "silu") -> None:
+    def __init__(
+        self, weight: Tensor, bias: Tensor | None, *, is_gated: bool = False, activation: str = "silu"
+    ) -> None:
         self.weight = weight
         self.bias = bias
         self.is_gated = is_gated
         self.activation = activation  # of the gate
 
-    def __call__(self, x: Tensor, *, norm: Tensor | None = None, eps: float = 0.0, residual: Tensor | None = None) -> Tensor:
+    def __call__(
+        self, x: Tensor, *, norm: Tensor | None = None, eps: float = 0.0, residual: Tensor | None = None
+    ) -> Tensor:
         h = self.multiply(x if norm is None else rms_norm(x, norm, eps))
         h = gated(h, self.activation) if self.is_gated else h
         return h if residual is None else residual + h
@@ -37,14 +41,23 @@ class QuantizedTorchLinear(TorchLinear):
     for each column, and for each row and group where weights have groups.
     """
 
-    def __init__(self, matrix: Int8Columns | Int4Columns | Grouped | Float8, bias: Tensor | None, *, is_gated: bool = False, activation: str = "silu") -> None:
+    def __init__(
+        self,
+        matrix: Int8Columns | Int4Columns | Grouped | Float8,
+        bias: Tensor | None,
+        *,
+        is_gated: bool = False,
+        activation: str = "silu",
+    ) -> None:
         super().__init__(matrix.dequantize(torch.float64), bias, is_gated=is_gated, activation=activation)
         self.group = matrix.group if isinstance(matrix, Grouped | Float8) else matrix.shape[1]
         self.quantize = quantize_float8 if isinstance(matrix, Float8) else quantize_groups
 
     def multiply(self, x: Tensor) -> Tensor:
         codes, scales = self.quantize(x, self.group)
-        product = linear(codes.double() * scales.double().repeat_interleave(self.group, 1)[:, : x.shape[1]], self.weight)
+        product = linear(
+            codes.double() * scales.double().repeat_interleave(self.group, 1)[:, : x.shape[1]], self.weight
+        )
         return (product if self.bias is None else product + self.bias.double()).to(x.dtype)
 
 

@@ -12,7 +12,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from services.compute.backends.matrix import MAX_STEPS, SLICE, Dense, Float8, Grouped, Int4Columns, Int8Columns, Joined, Matrix, concatenate
+from services.compute.backends.matrix import (
+    MAX_STEPS,
+    SLICE,
+    Dense,
+    Float8,
+    Grouped,
+    Int4Columns,
+    Int8Columns,
+    Joined,
+    Matrix,
+    concatenate,
+)
 
 # rows of a product: with a multiple of it, a row's bits do not depend on how many there are (below,
 # the libraries take other instructions for a few rows, and for the last ones)
@@ -57,7 +68,9 @@ def quantize_float8(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
     [T, k] float8_e4m3fn, and [T, ceil(k / group)] float32 scales."""
     groups = F.pad(x, (0, -x.shape[-1] % group)).view(len(x), -1, group).float()
     largest = groups.abs().amax(-1)
-    factor = torch.where(largest > 0, torch.full_like(largest, FLOAT8_LARGEST) / largest, 0.0).clamp(max=torch.finfo(torch.float32).max)
+    factor = torch.where(largest > 0, torch.full_like(largest, FLOAT8_LARGEST) / largest, 0.0).clamp(
+        max=torch.finfo(torch.float32).max
+    )
     codes = (groups * factor[..., None]).clamp(-FLOAT8_LARGEST, FLOAT8_LARGEST).to(torch.float8_e4m3fn)
     return codes.flatten(1)[:, : x.shape[-1]], largest / FLOAT8_LARGEST
 
@@ -118,12 +131,18 @@ def quantize_int4(weight: Tensor, group: int) -> Int4Columns:
         some = ((even / scales).floor() + more).clamp(1, MAX_STEPS)
         unit = some * scales
         for each in ((-low / unit).round().clamp(0, 15), (15 - (high / unit).round()).clamp(0, 15)):
-            errors = round_int4(groups, some, each, scales).sub_(each[..., None]).mul_(unit[..., None]).sub_(groups).abs_()
+            errors = (
+                round_int4(groups, some, each, scales).sub_(each[..., None]).mul_(unit[..., None]).sub_(groups).abs_()
+            )
             losses = errors.pow_(3).sum(-1)
             is_less = losses < least
-            least, zeros, steps = (torch.where(is_less, a, b) for a, b in ((losses, least), (each, zeros), (some, steps)))
+            least, zeros, steps = (
+                torch.where(is_less, a, b) for a, b in ((losses, least), (each, zeros), (some, steps))
+            )
     codes = round_int4(groups, steps, zeros, scales)
-    return Int4Columns(codes.to(torch.uint8).view(n, -1)[:, :k], scales[:, 0], zeros.to(torch.int8), steps.to(torch.int8), group)
+    return Int4Columns(
+        codes.to(torch.uint8).view(n, -1)[:, :k], scales[:, 0], zeros.to(torch.int8), steps.to(torch.int8), group
+    )
 
 
 def choose_scales(even: Tensor, reach: Tensor) -> Tensor:
@@ -141,7 +160,12 @@ def round_int4(weights: Tensor, steps: Tensor, zeros: Tensor, scales: Tensor) ->
     [...], zeros from 0 on."""
     most = (127.0 / steps).floor()
     lowest, highest = zeros - torch.minimum(zeros, most), zeros + torch.minimum(15.0 - zeros, most)
-    return (weights / (steps * scales)[..., None]).add_(zeros[..., None]).round_().clamp_(lowest[..., None], highest[..., None])
+    return (
+        (weights / (steps * scales)[..., None])
+        .add_(zeros[..., None])
+        .round_()
+        .clamp_(lowest[..., None], highest[..., None])
+    )
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -280,7 +304,8 @@ def paged_attention(
     q: [n, tokens, heads, head_dim]; kv: as in write_kv; block_tables: [n, blocks] int64,
     padded with any valid block; block_lens: [n, blocks] int64: of each block, how many of its
     positions are read; positions: of the queries, and the last that each sees, [n, tokens] int64;
-    window: how many tokens back each sees, itself included; sinks: [heads] float32, one more score in each softmax, without a
+    window: how many tokens back each sees, itself included; sinks: [heads] float32, one more score
+    in each softmax, without a
     value (Xiao et al., "Efficient Streaming Language Models with Attention Sinks", 2023). Returns
     q's shape.
 
@@ -294,8 +319,15 @@ def paged_attention(
     num_kv_heads, block_size = kv.shape[2], kv.shape[3]
     group = num_heads // num_kv_heads
     num_rows = num_tokens * group
-    rows = pad_rows(q.view(n, num_tokens, num_kv_heads, group, head_dim).transpose(1, 2).reshape(n, num_kv_heads, num_rows, head_dim).float())
-    own, ends = (F.pad(each.repeat_interleave(group, 1), (0, rows.shape[2] - num_rows))[:, None, :, None] for each in positions)
+    rows = pad_rows(
+        q.view(n, num_tokens, num_kv_heads, group, head_dim)
+        .transpose(1, 2)
+        .reshape(n, num_kv_heads, num_rows, head_dim)
+        .float()
+    )
+    own, ends = (
+        F.pad(each.repeat_interleave(group, 1), (0, rows.shape[2] - num_rows))[:, None, :, None] for each in positions
+    )
     highest = torch.full((*rows.shape[:3], 1), LOWEST, device=q.device)
     total = torch.zeros_like(highest)
     out = torch.zeros_like(rows)
@@ -306,7 +338,10 @@ def paged_attention(
         blocks = block_tables[:, places]
         is_there = (keys % block_size < block_lens[:, places]) & (keys // block_size == places)
         # [n, kv_heads, RANGE, head_dim]
-        k, v = (read_kv(kv[which][blocks, :, keys % block_size], head_dim, torch.float32).float().transpose(1, 2) for which in (0, 1))
+        k, v = (
+            read_kv(kv[which][blocks, :, keys % block_size], head_dim, torch.float32).float().transpose(1, 2)
+            for which in (0, 1)
+        )
         is_seen = is_there[:, None, None] & (keys <= ends)
         if window is not None:
             is_seen &= keys > own - window
@@ -316,7 +351,9 @@ def paged_attention(
         total = total * factor + weights.sum(-1, keepdim=True)
         out = out * factor + weights @ v.masked_fill(~is_there[:, None, :, None], 0.0)
     if sinks is not None:
-        sink = F.pad(sinks.view(num_kv_heads, 1, group).expand(-1, num_tokens, -1).flatten(1), (0, rows.shape[2] - num_rows))[None, :, :, None]
+        sink = F.pad(
+            sinks.view(num_kv_heads, 1, group).expand(-1, num_tokens, -1).flatten(1), (0, rows.shape[2] - num_rows)
+        )[None, :, :, None]
         top = torch.maximum(highest, sink)
         shrink = torch.exp(highest - top)
         out, total = out * shrink, total * shrink + torch.exp(sink - top)

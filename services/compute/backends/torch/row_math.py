@@ -19,7 +19,9 @@ class ExpertMath:
             weights = weights / total[:, None]
         return chosen, weights
 
-    def add_experts(self, x: Tensor, results: Tensor, weights: Tensor, *, shared: tuple[Tensor, Tensor] | None, has_residual: bool) -> Tensor:
+    def add_experts(
+        self, x: Tensor, results: Tensor, weights: Tensor, *, shared: tuple[Tensor, Tensor] | None, has_residual: bool
+    ) -> Tensor:
         total = x.float() if has_residual else torch.zeros_like(x, dtype=torch.float32)
         for rank in range(weights.shape[1]):
             total = total + weights[:, rank, None] * results[:, rank].float()

@@ -117,7 +117,9 @@ def _largest_of_row(row: Array, k: int, num_chunks: int) -> tuple[Array, Array]:
     bound = np.partition(maxima, num_chunks - k)[num_chunks - k]
     chunks = np.flatnonzero(maxima >= bound)
     at = np.flatnonzero(chunked[:, chunks] >= bound)
-    ids = np.concatenate((at // len(chunks) * num_chunks + chunks[at % len(chunks)], np.flatnonzero(rest >= bound) + CHUNK * num_chunks))
+    ids = np.concatenate(
+        (at // len(chunks) * num_chunks + chunks[at % len(chunks)], np.flatnonzero(rest >= bound) + CHUNK * num_chunks)
+    )
     values = row[ids]
     order = np.argsort(-values, kind="stable")[:k]
     return values[order], ids[order]
@@ -127,7 +129,12 @@ def largest_on_device(logits: torch.Tensor, k: int, num_chunks: int) -> tuple[Ar
     """Find the largest of all rows at once, in the k best chunks of each; ties at the border, which
     might lie beyond them, are looked for."""
     num_rows, vocab_size = logits.shape
-    maxima, chunks = logits[:, : num_chunks * CHUNK].view(num_rows, CHUNK, num_chunks).amax(dim=1).topk(min(k + 1, num_chunks), dim=-1)
+    maxima, chunks = (
+        logits[:, : num_chunks * CHUNK]
+        .view(num_rows, CHUNK, num_chunks)
+        .amax(dim=1)
+        .topk(min(k + 1, num_chunks), dim=-1)
+    )
     offsets = torch.arange(CHUNK, device=logits.device)[:, None] * num_chunks
     ids = (offsets + chunks[:, None, :k].sort(dim=-1).values).flatten(1)
     if num_chunks * CHUNK < vocab_size:

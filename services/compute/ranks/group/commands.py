@@ -123,8 +123,20 @@ class Accepted:
 # all that may be sent. Fields may be msgpack's own values, ranges, named tuples, dataclasses, and
 # tuples of any length or optional ones of these
 COMMANDS: tuple[type, ...] = (
-    RunStep, RunHead, SaveBlocks, FindBlocks, FoundBlocks, LoadBlocks, Close, Rendezvous, Loaded, Accepted, RoomFor, BlockCount, KeptLayers
-)  # fmt: skip
+    RunStep,
+    RunHead,
+    SaveBlocks,
+    FindBlocks,
+    FoundBlocks,
+    LoadBlocks,
+    Close,
+    Rendezvous,
+    Loaded,
+    Accepted,
+    RoomFor,
+    BlockCount,
+    KeptLayers,
+)
 
 
 def encode(message: Any) -> bytes:
@@ -163,8 +175,15 @@ def _form(hint: Any) -> ValueCodec | None:
     if origin is tuple and arguments[1:] == (...,) and (item := _form(arguments[0])) is not None:
         pack, build = item.pack, item.build
         return ValueCodec(lambda values: tuple(map(pack, values)), lambda values: tuple(map(build, values)))
-    if types.NoneType in arguments and len(arguments) == 2 and (some := _form(next(each for each in arguments if each is not types.NoneType))) is not None:
-        return ValueCodec(lambda value: None if value is None else some.pack(value), lambda value: None if value is None else some.build(value))
+    if (
+        types.NoneType in arguments
+        and len(arguments) == 2
+        and (some := _form(next(each for each in arguments if each is not types.NoneType))) is not None
+    ):
+        return ValueCodec(
+            lambda value: None if value is None else some.pack(value),
+            lambda value: None if value is None else some.build(value),
+        )
     return None
 
 
@@ -174,7 +193,9 @@ def _form_of(cls: type) -> ValueCodec:
     hints = typing.get_type_hints(cls)
     names = [each.name for each in fields(cls)]
     forms = [(at, form.pack, form.build) for at, name in enumerate(names) if (form := _form(hints[name])) is not None]
-    get = attrgetter(*names) if len(names) > 1 else lambda message: [getattr(message, name) for name in names]  # attrgetter makes no tuple of one
+    get = (
+        attrgetter(*names) if len(names) > 1 else lambda message: [getattr(message, name) for name in names]
+    )  # attrgetter makes no tuple of one
 
     def pack(message: Any) -> list[Any]:
         values = list(get(message))
@@ -194,7 +215,8 @@ def _form_of(cls: type) -> ValueCodec:
 def _layout(hint: Any) -> str:
     """A type as a text that changes with any of its fields."""
     if isinstance(hint, type) and (is_dataclass(hint) or hasattr(hint, "_fields")):
-        return f"{hint.__name__}({', '.join(f'{name}: {_layout(each)}' for name, each in typing.get_type_hints(hint).items())})"
+        fields_text = ", ".join(f"{name}: {_layout(each)}" for name, each in typing.get_type_hints(hint).items())
+        return f"{hint.__name__}({fields_text})"
     if arguments := typing.get_args(hint):
         return f"{typing.get_origin(hint)}[{', '.join(map(_layout, arguments))}]"
     return str(hint)

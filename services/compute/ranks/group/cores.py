@@ -16,7 +16,12 @@ def divide_cores(num_ranks: int) -> list[frozenset[int]]:
     enough. Empty sets: there are fewer cores than ranks, or this system pins nothing."""
     if not hasattr(os, "sched_setaffinity"):
         return [frozenset()] * num_ranks
-    return divide(os.sched_getaffinity(0), num_ranks, _numbers(NODES, "node*/cpulist"), _numbers(CPUS, "cpu*/topology/thread_siblings_list"))
+    return divide(
+        os.sched_getaffinity(0),
+        num_ranks,
+        _numbers(NODES, "node*/cpulist"),
+        _numbers(CPUS, "cpu*/topology/thread_siblings_list"),
+    )
 
 
 def divide(cores: set[int], num_ranks: int, nodes: list[list[int]], siblings: list[list[int]]) -> list[frozenset[int]]:

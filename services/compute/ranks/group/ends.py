@@ -35,7 +35,9 @@ class GroupEnd:
     """A process of a group. An error that leaves its `with` ends the group, and the other ranks say
     why."""
 
-    def __init__(self, settings: ComputeSettings, peers: Sequence[Peer], memory_fd: int | None, num_threads: int) -> None:
+    def __init__(
+        self, settings: ComputeSettings, peers: Sequence[Peer], memory_fd: int | None, num_threads: int
+    ) -> None:
         """memory_fd: of memory that all ranks share; None: they are on several hosts."""
         self.peers = tuple(peers)
         self.memory_fd = memory_fd
@@ -49,7 +51,9 @@ class GroupEnd:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         if error is None or self._is_over:
             return self._end()
         self._watch.stop()
@@ -137,7 +141,9 @@ class Group(GroupEnd):
 class Member(GroupEnd):
     """The end of any other rank."""
 
-    def __init__(self, settings: ComputeSettings, rank: int, first: Peer, memory_fd: int | None, num_threads: int) -> None:
+    def __init__(
+        self, settings: ComputeSettings, rank: int, first: Peer, memory_fd: int | None, num_threads: int
+    ) -> None:
         self.rank = rank
         self._first = first
         super().__init__(settings, [first], memory_fd, num_threads)

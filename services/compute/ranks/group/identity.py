@@ -23,10 +23,26 @@ LONGEST_HELLO = 1 << 16  # bytes
 COMMANDS, WATCH = "commands", "watch"  # what a connection is for
 # that decide what is computed, and into how large buffers
 SETTINGS = (
-    "tensor_parallel_size", "pipeline_parallel_size", "shard_weights", "dtype", "model_impl", "quantization", "quantization_group", "quantize_attention_output",
-    "quantize_lm_head", "activations", "block_size", "kv_cache_dtype", "kv_cache_group", "max_model_len", "max_num_seqs", "max_batched_tokens",
-    "allow_batch_variance", "speculate", "num_speculative_tokens",
-)  # fmt: skip
+    "tensor_parallel_size",
+    "pipeline_parallel_size",
+    "shard_weights",
+    "dtype",
+    "model_impl",
+    "quantization",
+    "quantization_group",
+    "quantize_attention_output",
+    "quantize_lm_head",
+    "activations",
+    "block_size",
+    "kv_cache_dtype",
+    "kv_cache_group",
+    "max_model_len",
+    "max_num_seqs",
+    "max_batched_tokens",
+    "allow_batch_variance",
+    "speculate",
+    "num_speculative_tokens",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +88,10 @@ def hear_hello(connection: socket.socket, deadline: float) -> Hello:
     hello = Hello(*_receive(connection, 7, deadline))
     if not (isinstance(hello.rank, int) and hello.use in (COMMANDS, WATCH) and isinstance(hello.settings, dict)):
         raise Invalid("this is not a Hello of a group")
-    if not all(isinstance(each, str) for each in (hello.version, hello.protocol, hello.host, *hello.settings, *hello.settings.values())):
+    if not all(
+        isinstance(each, str)
+        for each in (hello.version, hello.protocol, hello.host, *hello.settings, *hello.settings.values())
+    ):
         raise Invalid("this is not a Hello of a group")
     return hello
 
@@ -95,10 +114,13 @@ def refuse_loaded(name: str, theirs: Loaded, ours: Loaded) -> str:
     """The same, of what is known when a rank has loaded."""
     facts = [
         {
-            "the arithmetic": each.arithmetic, "the fingerprint": each.fingerprint, "an EAGLE head that reads the layers": str(list(each.taps)),
+            "the arithmetic": each.arithmetic,
+            "the fingerprint": each.fingerprint,
+            "an EAGLE head that reads the layers": str(list(each.taps)),
             "--kv-disk": "a place" if each.has_disk else "none",
-        } for each in (theirs, ours)
-    ]  # fmt: skip
+        }
+        for each in (theirs, ours)
+    ]
     return _first_difference(name, *facts)
 
 

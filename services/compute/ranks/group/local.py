@@ -22,7 +22,8 @@ from services.compute.ranks.group.identity import Hello, answer_hello, hear_hell
 from services.compute.ranks.group.peer import Peer, name_of
 from services.compute.ranks.group.watch import STARTUP_ERROR
 from shared.process.errors import Invalid, StartupError, Unready
-from shared.process.settings import ComputeSettings, environment_of
+from shared.process.settings import ComputeSettings
+from shared.process.stage_settings import environment_of
 from shared.process.telemetry import get_logger
 
 log = get_logger("penstock.compute")
@@ -66,7 +67,11 @@ def start_ranks(settings: ComputeSettings, command: Sequence[str], memory_fd: in
     threads that this one should have. Raises StartupError."""
     num_threads = settings.num_threads if settings.shard_weights else settings.num_ranks * max(1, settings.num_threads)
     if num_threads > (count := num_cores()):
-        log.warning("the threads of all ranks are more than the cores: each step waits for the slowest", threads=num_threads, cores=count)
+        log.warning(
+            "the threads of all ranks are more than the cores: each step waits for the slowest",
+            threads=num_threads,
+            cores=count,
+        )
     # where rank 0 alone computes, it has them all
     cores = divide_cores(1) * settings.num_ranks if settings.shard_weights else divide_cores(settings.num_ranks)
     if settings.num_threads > min(map(len, cores)):  # threads that wait for each other must not wait for one core, too
@@ -96,7 +101,9 @@ def _start(settings: ComputeSettings, command: Sequence[str], rank: int, memory_
         environment["PENSTOCK_NUM_THREADS"] = str(settings.num_threads or max(1, len(cores)))
         inherited = (handle.commands, handle.watch, handle.memory)
         try:
-            process = subprocess.Popen(command, env=environment, pass_fds=inherited, stdin=subprocess.DEVNULL, preexec_fn=die_with_parent)
+            process = subprocess.Popen(
+                command, env=environment, pass_fds=inherited, stdin=subprocess.DEVNULL, preexec_fn=die_with_parent
+            )
         except OSError as error:
             ours.close()
             watch.close()

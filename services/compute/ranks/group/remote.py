@@ -5,7 +5,17 @@ import socket
 import time
 
 from services.compute.ranks.group.channel import Channel
-from services.compute.ranks.group.identity import COMMANDS, WATCH, Hello, HelloReply, answer_hello, hear_hello, hello_of, refuse, say_hello
+from services.compute.ranks.group.identity import (
+    COMMANDS,
+    WATCH,
+    Hello,
+    HelloReply,
+    answer_hello,
+    hear_hello,
+    hello_of,
+    refuse,
+    say_hello,
+)
 from services.compute.ranks.group.peer import Peer, name_of
 from shared.process.errors import Invalid, StartupError, Unready
 from shared.process.group_settings import split_address
@@ -39,9 +49,15 @@ def gather_ranks(settings: ComputeSettings) -> list[Peer]:
         if isinstance(error, TimeoutError):
             missing = [rank for rank in range(1, settings.num_ranks) if len(joined.get(rank, ())) < 2]
             who = f"rank {missing[0]}" if len(missing) == 1 else f"ranks {', '.join(map(str, missing))}"
-            raise Unready(f"{who} of {settings.num_ranks} did not come to {settings.master} within --group-wait-s {settings.group_wait_s:g}") from None
+            raise Unready(
+                f"{who} of {settings.num_ranks} did not come to {settings.master} within --group-wait-s "
+                f"{settings.group_wait_s:g}"
+            ) from None
         raise
-    return [Peer(rank, settings.num_ranks, hellos[rank].host, hellos[rank].pid, Channel(each[COMMANDS]), each[WATCH]) for rank, each in sorted(joined.items())]
+    return [
+        Peer(rank, settings.num_ranks, hellos[rank].host, hellos[rank].pid, Channel(each[COMMANDS]), each[WATCH])
+        for rank, each in sorted(joined.items())
+    ]
 
 
 def _listen(master: str) -> socket.socket:
@@ -53,7 +69,13 @@ def _listen(master: str) -> socket.socket:
         raise StartupError(f"--master {master}: {error.strerror or error}{hint}") from None
 
 
-def _hear(connection: socket.socket, ours: Hello, settings: ComputeSettings, joined: dict[int, dict[str, socket.socket]], hellos: dict[int, Hello]) -> None:
+def _hear(
+    connection: socket.socket,
+    ours: Hello,
+    settings: ComputeSettings,
+    joined: dict[int, dict[str, socket.socket]],
+    hellos: dict[int, Hello],
+) -> None:
     """Take a connection in. Raises StartupError for a rank that does not fit in: it would come again
     and again."""
     try:
@@ -82,7 +104,9 @@ def _hear(connection: socket.socket, ours: Hello, settings: ComputeSettings, joi
     joined.setdefault(hello.rank, {})[hello.use] = connection
 
 
-def _refuse_place(hello: Hello, num_ranks: int, joined: dict[int, dict[str, socket.socket]], hellos: dict[int, Hello]) -> str:
+def _refuse_place(
+    hello: Hello, num_ranks: int, joined: dict[int, dict[str, socket.socket]], hellos: dict[int, Hello]
+) -> str:
     """Why this place in the group is not its; empty: it is. Another process may take the place of
     one that has gone."""
     if not 0 < hello.rank < num_ranks:
@@ -119,7 +143,10 @@ def connect_to_first(settings: ComputeSettings, rank: int) -> Peer:
             _close(connections)
             if time.monotonic() > deadline:
                 reason = getattr(error, "strerror", None) or error  # without its number
-                raise Unready(f"--master {settings.master}: rank 0 did not answer within --group-wait-s {settings.group_wait_s:g}: {reason}") from None
+                raise Unready(
+                    f"--master {settings.master}: rank 0 did not answer within --group-wait-s "
+                    f"{settings.group_wait_s:g}: {reason}"
+                ) from None
             time.sleep(RETRY_S)
         except BaseException:
             _close(connections)

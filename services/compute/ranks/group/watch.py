@@ -37,7 +37,9 @@ class GroupWatch(threading.Thread):
         super().__init__(name="group", daemon=True)
         self.peers = tuple(peers)
         self.timeout_s = timeout_s
-        self.busy: tuple[float, str] | None = None  # monotonic, s: since when the main thread carries a command out, and its name
+        self.busy: tuple[float, str] | None = (
+            None  # monotonic, s: since when the main thread carries a command out, and its name
+        )
         self.step_timeout_s: float | None = None  # how long that may take
         self._is_ended = False
         self.is_closing = False  # rank 0 has said that the work is done
@@ -64,7 +66,9 @@ class GroupWatch(threading.Thread):
                 self.tell("lives")
             ready = selector.select(max(0.0, beat_at - now))
             now = time.monotonic()
-            if now - looked_at > BEAT_S + self.timeout_s / 2:  # this process was stopped: it has not read what the others said
+            if (
+                now - looked_at > BEAT_S + self.timeout_s / 2
+            ):  # this process was stopped: it has not read what the others said
                 for peer in self.peers:
                     peer.heard_at = now
             looked_at = now
@@ -95,7 +99,10 @@ class GroupWatch(threading.Thread):
     def _check(self, now: float) -> None:
         silent = next((peer for peer in self.peers if now - peer.heard_at > self.timeout_s), None)
         if silent is not None:
-            self._end(f"{silent} has been silent for {now - silent.heard_at:.1f} s: it is stopped, or cut off (--group-timeout-s {self.timeout_s:g})")
+            self._end(
+                f"{silent} has been silent for {now - silent.heard_at:.1f} s: it is stopped, or cut off "
+                f"(--group-timeout-s {self.timeout_s:g})"
+            )
         busy = self.busy
         if busy is not None and self.step_timeout_s is not None and now - busy[0] > self.step_timeout_s:
             self.fail(f"its {busy[1]} takes longer than --step-timeout-s {self.step_timeout_s:g}")

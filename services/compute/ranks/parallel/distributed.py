@@ -37,7 +37,9 @@ def listen(host: str, wait: timedelta) -> Any:
     family = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][0]
     listener = socket.create_server((host, 0), family=family)  # a TCPStore's own would listen at all addresses
     port = listener.getsockname()[1]
-    return dist.TCPStore(host, port, is_master=True, wait_for_workers=False, timeout=wait, master_listen_fd=listener.detach())  # type: ignore[attr-defined]
+    return dist.TCPStore(  # type: ignore[attr-defined]
+        host, port, is_master=True, wait_for_workers=False, timeout=wait, master_listen_fd=listener.detach()
+    )
 
 
 def join(host: str, port: int, wait: timedelta) -> Any:
@@ -51,13 +53,18 @@ def refuse_shared_device(store: Any, rank: int, device: str) -> None:
     store.set(f"device of rank {rank}", device)
     for other in range(rank):
         if store.get(f"device of rank {other}").decode() == device:
-            raise StartupError(f"rank {rank} has the same GPU as rank {other}: with --master, give each rank of a host its own by CUDA_VISIBLE_DEVICES")
+            raise StartupError(
+                f"rank {rank} has the same GPU as rank {other}: with --master, give each rank of a host its own by "
+                "CUDA_VISIBLE_DEVICES"
+            )
 
 
 def meet_at(store: Any, rank: int, num_ranks: int, device: torch.device, wait: timedelta) -> dist.ProcessGroup:
     """Open the connections of all ranks; returns when all are there. Raises RuntimeError for one that
     does not come, or that can't be reached."""
-    dist.init_process_group("nccl" if device.type == "cuda" else "gloo", store=store, rank=rank, world_size=num_ranks, timeout=wait)
+    dist.init_process_group(
+        "nccl" if device.type == "cuda" else "gloo", store=store, rank=rank, world_size=num_ranks, timeout=wait
+    )
     group: dist.ProcessGroup = dist.new_group(timeout=TIMEOUT)  # gloo keeps the timeout that a group was made with
     store.set_timeout(TIMEOUT)  # NCCL asks it for addresses later
     return group

@@ -43,13 +43,20 @@ def divide_heads(num_heads: int, num_kv_heads: int, size: int, *, may_repeat: bo
         divisions.append(list(Share(0, size).parts(num_heads, unit=1)))
         if size > num_kv_heads:
             divisions.append(_by_ranks(sharing, Share(0, num_kv_heads).parts(size, unit=1)))
-    found = [tuple(HeadsOfRank(each, range(each.start // sharing, -(-each.stop // sharing))) for each in queries) for queries in divisions]
+    found = [
+        tuple(HeadsOfRank(each, range(each.start // sharing, -(-each.stop // sharing))) for each in queries)
+        for queries in divisions
+    ]
     return min((each for each in found if _most_kv(each) <= _most_kv(found[0])), key=_most_columns)
 
 
 def _by_ranks(sharing: int, ranks: tuple[range, ...]) -> list[range]:
     """The query heads of each rank. Each rank of a KV head gets a share of its query heads. ranks: of each KV head."""
-    parts = [(kv_head * sharing, part) for kv_head, own in enumerate(ranks) for part in Share(0, len(own)).parts(sharing, unit=1)]
+    parts = [
+        (kv_head * sharing, part)
+        for kv_head, own in enumerate(ranks)
+        for part in Share(0, len(own)).parts(sharing, unit=1)
+    ]
     return [range(first + part.start, first + part.stop) for first, part in parts]
 
 

@@ -37,7 +37,9 @@ WHOLE = Share()
 def check_stages(count: int, num_layers: int) -> None:
     """Raises StartupError for fewer layers than stages."""
     if num_layers < count:
-        raise StartupError(f"--pipeline-parallel-size {count}: the model has {num_layers} layers, and each stage needs one")
+        raise StartupError(
+            f"--pipeline-parallel-size {count}: the model has {num_layers} layers, and each stage needs one"
+        )
 
 
 def layers_of_stage(number: int, count: int, num_layers: int, head: float) -> range:
@@ -60,7 +62,9 @@ class Portion:
     layers: range | None = None  # of its stage (pipeline parallelism); None: all
     has_embedding: bool = True
     has_head: bool = True
-    is_sharded: bool = False  # rank 0 computes with the parts of all: a KV head is on one of them, and the head is whole
+    is_sharded: bool = (
+        False  # rank 0 computes with the parts of all: a KV head is on one of them, and the head is whole
+    )
 
 
 EVERYTHING = Portion()

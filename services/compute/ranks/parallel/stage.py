@@ -29,9 +29,13 @@ class PipelineStage:
 
     def receive(self, num_tokens: int, hidden_size: int, dtype: torch.dtype) -> Tensor | None:
         """Receive what the stage before has made of a step's tokens, [tokens, hidden]."""
-        return None if self.pipe is None else self.pipe.receive((num_tokens, hidden_size), dtype, self.number - 1).wait()
+        return (
+            None if self.pipe is None else self.pipe.receive((num_tokens, hidden_size), dtype, self.number - 1).wait()
+        )
 
-    def pass_on(self, x: Tensor, rows: Tensor, tapped: Tensor | None = None, taps: Sequence[int] = ()) -> "Tensor | Returning":
+    def pass_on(
+        self, x: Tensor, rows: Tensor, tapped: Tensor | None = None, taps: Sequence[int] = ()
+    ) -> "Tensor | Returning":
         """Hand a step's tokens to the next stage: x [tokens, hidden]; the last one, those whose logits
         will be asked for, rows [R]. tapped: what entered those of the model's tapped layers `taps` that
         are here, [tokens, layers * hidden]; it goes to the first stage. Returns what the whole model

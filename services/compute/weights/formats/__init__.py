@@ -35,5 +35,7 @@ def read_format(config: Mapping[str, Any]) -> WeightFormat:
     method = config.get("quant_method")
     reader = READERS.get(method) if isinstance(method, str) else None
     if reader is None:
-        raise StartupError(f"quantization_config: quant_method {method!r} is not supported; these are: {', '.join(sorted(READERS))}")
+        raise StartupError(
+            f"quantization_config: quant_method {method!r} is not supported; these are: {', '.join(sorted(READERS))}"
+        )
     return reader(Options(config))

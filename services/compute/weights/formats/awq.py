@@ -11,7 +11,14 @@ import torch
 from torch import Tensor
 
 from services.compute.weights.formats.options import Options
-from services.compute.weights.formats.stored import StoredLayer, StoredWeight, WeightFormat, describe, keep_groups, num_groups
+from services.compute.weights.formats.stored import (
+    StoredLayer,
+    StoredWeight,
+    WeightFormat,
+    describe,
+    keep_groups,
+    num_groups,
+)
 
 ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # the outputs of a word
 PARTS = ("qweight", "qzeros", "scales")
@@ -32,7 +39,9 @@ class Awq:
         groups, words = num_groups(layer.k, self.group), layer.n // 8
         if layer.n % 8:
             raise layer.refuse("qweight", f"packs eight outputs in a word, and {layer.n} can't be divided by 8")
-        codes = layer.trim(unpack_outputs(layer.read("qweight", [(layer.k, words)], (torch.int32,), along=1, per=8)), per=8)
+        codes = layer.trim(
+            unpack_outputs(layer.read("qweight", [(layer.k, words)], (torch.int32,), along=1, per=8)), per=8
+        )
         zeros = unpack_outputs(layer.read("qzeros", [(groups, words)], (torch.int32,)))
         scales = layer.read_scales("scales", [(groups, layer.n)])
         return keep_groups(layer, codes, scales.T.contiguous(), zeros.view(torch.int8) - 8, self.group)

@@ -43,8 +43,14 @@ class BitsAndBytes:
 def keep_int8(layer: StoredLayer) -> StoredWeight:
     codes = layer.read("weight", [(layer.n, layer.k)], (torch.int8,), along=0)
     scales = layer.read_scales("SCB", [(layer.n,)])
-    if layer.has("weight_format") and int(layer.read("weight_format", [(), (1,)], (torch.uint8, torch.int8, torch.int32, torch.int64))) != 0:
-        raise layer.refuse("weight_format", "says that rows are rearranged for a GPU; save it again with a newer version of bitsandbytes")
+    if (
+        layer.has("weight_format")
+        and int(layer.read("weight_format", [(), (1,)], (torch.uint8, torch.int8, torch.int32, torch.int64))) != 0
+    ):
+        raise layer.refuse(
+            "weight_format",
+            "says that rows are rearranged for a GPU; save it again with a newer version of bitsandbytes",
+        )
     return StoredWeight(Int8Columns(codes, layer.take(scales).float() / 127), AS_THEY_ARE)
 
 

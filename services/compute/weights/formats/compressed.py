@@ -80,7 +80,12 @@ class Compressed:
         """The first whose targets name the layer: names come before patterns, patterns before the
         class."""
         name = layer.name.rstrip(".")
-        ranks = [(rank, scheme) for scheme in self.schemes for target in scheme.targets if (rank := _rank(name, target)) is not None]
+        ranks = [
+            (rank, scheme)
+            for scheme in self.schemes
+            for target in scheme.targets
+            if (rank := _rank(name, target)) is not None
+        ]
         if not ranks or any(_rank(name, each) is not None for each in self.ignored):
             raise layer.refuse("weight_scale", "is there, and quantization_config names no scheme for this layer")
         return min(ranks, key=lambda each: each[0])[1]
@@ -165,7 +170,9 @@ def _read_scheme(options: Options) -> Scheme | None:
     bits = weights.bits("num_bits", allowed=(8,) if is_float else INT_BITS, default=8)
     allowed = ("tensor", "channel", "block") if is_float else ("tensor", "channel", "group")
     size = weights.values.get("group_size")
-    strategy = weights.choice(("strategy",), allowed, "tensor" if size is None else "channel" if size == -1 else "group")
+    strategy = weights.choice(
+        ("strategy",), allowed, "tensor" if size is None else "channel" if size == -1 else "group"
+    )
     group = weights.group("group_size") if strategy == "group" else None
     height, width = weights.integers("block_structure", 2) or (128, 128)
     symmetric = weights.flag("symmetric", default=True)

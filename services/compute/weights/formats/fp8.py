@@ -55,8 +55,12 @@ def keep_fp8(layer: StoredLayer, scale_part: str, block: tuple[int, int]) -> Sto
 def take_blocks(layer: StoredLayer, scales: Tensor, height: int) -> tuple[Tensor, int]:
     """The wanted rows' scales of [n / height, groups], and how many rows share one: where a border is
     inside a block, each row has its own."""
-    if all(each.start % height == 0 for each in layer.ranges) and all(each.stop % height == 0 for each in layer.ranges[:-1]):
-        return take_rows(scales, [range(each.start // height, -(-each.stop // height)) for each in layer.ranges]), height
+    if all(each.start % height == 0 for each in layer.ranges) and all(
+        each.stop % height == 0 for each in layer.ranges[:-1]
+    ):
+        return take_rows(
+            scales, [range(each.start // height, -(-each.stop // height)) for each in layer.ranges]
+        ), height
     numbers = torch.cat([torch.arange(each.start, each.stop) for each in layer.ranges]).to(scales.device)
     return scales[numbers // height], 1
 

@@ -58,7 +58,9 @@ class Gptq:
         for pattern, override in self.overrides:
             if re.match(pattern, layer.name.rstrip(".")):
                 if override is None:
-                    raise layer.refuse("qweight", "is quantized, and quantization_config's `dynamic` leaves this layer out")
+                    raise layer.refuse(
+                        "qweight", "is quantized, and quantization_config's `dynamic` leaves this layer out"
+                    )
                 return override._matrix(layer)
         return self._matrix(layer)
 
@@ -98,7 +100,11 @@ def _read_one(options: Options, defaults: Options) -> Gptq:
     version = merged.choice(("checkpoint_format", "format"), ("gptq", "gptq_v2"), "gptq")
     merged.choice(("pack_dtype",), ("int32",), "int32")
     bits = merged.bits("bits", allowed=BITS)
-    group, is_symmetric, is_ordered = merged.group("group_size", default=128), merged.flag("sym", default=True), merged.flag("desc_act", default=False)
+    group, is_symmetric, is_ordered = (
+        merged.group("group_size", default=128),
+        merged.flag("sym", default=True),
+        merged.flag("desc_act", default=False),
+    )
     return Gptq(bits, group, 1 if version == "gptq" else 0, is_symmetric, is_ordered)
 
 

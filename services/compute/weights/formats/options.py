@@ -98,7 +98,11 @@ class Options:
         value = self.values.get(name)
         if value is None:
             return None
-        if not isinstance(value, list) or len(value) != count or not all(type(each) is int and 0 < each <= LARGEST for each in value):
+        if (
+            not isinstance(value, list)
+            or len(value) != count
+            or not all(type(each) is int and 0 < each <= LARGEST for each in value)
+        ):
             raise self._refuse(name, value, f"{count} positive integers")
         return tuple(value)
 
@@ -133,4 +137,7 @@ class Options:
 
     def _refuse(self, name: str, value: object, expected: str) -> StartupError:
         text = repr(value)
-        return StartupError(f"{self.where}: {name} {text if len(text) < 80 else text[:76] + '...'} is not supported; it must be {expected}")
+        return StartupError(
+            f"{self.where}: {name} {text if len(text) < 80 else text[:76] + '...'} is not supported; it must be "
+            f"{expected}"
+        )

@@ -70,7 +70,15 @@ class StoredLayer:
         """Whether `weight` is there as floats of 16 bits or more, or not at all."""
         return not self.has("weight") or self.reader.stored_dtype(self.name + "weight") in ("F16", "BF16", "F32", "F64")
 
-    def read(self, part: str, shapes: list[tuple[int, ...]], dtypes: tuple[torch.dtype, ...], *, along: int | None = None, per: int = 1) -> Tensor:
+    def read(
+        self,
+        part: str,
+        shapes: list[tuple[int, ...]],
+        dtypes: tuple[torch.dtype, ...],
+        *,
+        along: int | None = None,
+        per: int = 1,
+    ) -> Tensor:
         """A tensor of one of these shapes (any, if there are none) and dtypes, as it is in the
         file. along: the dimension that outputs lie along, of which those alone are read that are in a
         place, of `per` outputs, with one that is wanted; None: all are read. Raises StartupError."""
@@ -93,13 +101,19 @@ class StoredLayer:
             return read
         places = [-(-each.stop // per) - each.start // per for each in self.rows]
         starts = accumulate((count * per for count in places), initial=0)
-        inside = [range(start + each.start % per, start + each.start % per + len(each)) for start, each in zip(starts, self.rows, strict=False)]
+        inside = [
+            range(start + each.start % per, start + each.start % per + len(each))
+            for start, each in zip(starts, self.rows, strict=False)
+        ]
         return take_rows(read, inside)
 
     def within(self, some: slice) -> list[range]:
         """The rows that stand in these places among the wanted."""
         starts = accumulate(map(len, self.ranges), initial=0)
-        parts = [each[max(some.start - start, 0) : max(some.stop - start, 0)] for start, each in zip(starts, self.ranges, strict=False)]
+        parts = [
+            each[max(some.start - start, 0) : max(some.stop - start, 0)]
+            for start, each in zip(starts, self.ranges, strict=False)
+        ]
         return [each for each in parts if each]
 
     def read_scales(self, part: str, shapes: list[tuple[int, ...]], dtypes: tuple[torch.dtype, ...] = FLOATS) -> Tensor:
@@ -163,7 +177,9 @@ def widen(layer: StoredLayer, rows: Callable[[slice], Tensor]) -> Dense:
     return Dense(weight)
 
 
-def keep_groups(layer: StoredLayer, codes: Tensor, scales: Tensor, zeros: Tensor | None, group: int | None) -> StoredWeight:
+def keep_groups(
+    layer: StoredLayer, codes: Tensor, scales: Tensor, zeros: Tensor | None, group: int | None
+) -> StoredWeight:
     """(value - zero) * scale by groups of inputs, as it is, unless float16 would round a scale of the
     whole layer's.
 
@@ -188,9 +204,13 @@ def keep_groups(layer: StoredLayer, codes: Tensor, scales: Tensor, zeros: Tensor
         """The matrix in groups that the kernels read: a larger one is several with the same
         scale."""
         repeats = -(-size // fitting)
-        return (each.repeat_interleave(repeats, 1) if repeats > 1 else each)[:, : num_groups(layer.k, fitting)].contiguous()
+        return (each.repeat_interleave(repeats, 1) if repeats > 1 else each)[
+            :, : num_groups(layer.k, fitting)
+        ].contiguous()
 
-    return StoredWeight(Grouped(codes, divide(half), fitting, table, None if zeros is None else divide(zeros)), AS_THEY_ARE)
+    return StoredWeight(
+        Grouped(codes, divide(half), fitting, table, None if zeros is None else divide(zeros)), AS_THEY_ARE
+    )
 
 
 def read_order(layer: StoredLayer, part: str, group: int | None) -> Tensor | None:
@@ -204,7 +224,9 @@ def read_order(layer: StoredLayer, part: str, group: int | None) -> Tensor | Non
     return None if torch.equal(order, torch.arange(layer.k, device=order.device) // (group or layer.k)) else order
 
 
-def widen_permuted(layer: StoredLayer, codes: Tensor, scales: Tensor, zeros: Tensor | None, order: Tensor) -> StoredWeight:
+def widen_permuted(
+    layer: StoredLayer, codes: Tensor, scales: Tensor, zeros: Tensor | None, order: Tensor
+) -> StoredWeight:
     """(value - zero) * scale with codes, scales and zeros as keep_groups has them, where order [k]
     int64 is the group of each input."""
     scales, zeros = layer.take(scales), None if zeros is None else layer.take(zeros)

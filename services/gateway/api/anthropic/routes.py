@@ -63,7 +63,9 @@ async def messages(request: Request) -> Response:
 async def count(request: Request) -> Response:
     """How many tokens a conversation has, by the model's own template and tokenizer."""
     context, body = await context_of(request).read(request, CountTokensBody)
-    return await count_tokens(context, request, chat_of(body), "message", NAME_HERE, lambda number: {"input_tokens": number})
+    return await count_tokens(
+        context, request, chat_of(body), "message", NAME_HERE, lambda number: {"input_tokens": number}
+    )
 
 
 @router.post("/batches", openapi_extra=takes(MessageBatchBody))
@@ -74,11 +76,15 @@ async def create(request: Request) -> JSONResponse:
     owner, now, batch_id = context.tenant.tenant_id, int(time.time()), f"{PREFIX}{uuid.uuid4().hex}"
     room = context.settings.max_files_size
     try:
-        file = await context.files.add(io.BytesIO(content), owner, f"{batch_id}.jsonl", "batch", FILE_TTL_S, max_size=room)
+        file = await context.files.add(
+            io.BytesIO(content), owner, f"{batch_id}.jsonl", "batch", FILE_TTL_S, max_size=room
+        )
     except TimeoutError:
         raise Rejected("the storage of files does not take the batch in time", status=503, retry_after_s=5) from None
     metadata = {NUM_REQUESTS: str(len(body.requests))}
-    record = BatchRecord(batch_id, context.tenant, ENDPOINT, file.file_id, f"{WINDOW_S // 3600}h", now, now + WINDOW_S, metadata)
+    record = BatchRecord(
+        batch_id, context.tenant, ENDPOINT, file.file_id, f"{WINDOW_S // 3600}h", now, now + WINDOW_S, metadata
+    )
     root = current_root()
     try:
         batch = await context.batches.create(record, root.traceparent if root is not None else "")
@@ -95,27 +101,42 @@ def lines_of(body: MessageBatchBody, context: GatewayContext) -> bytes:
     lines = []
     for number, each in enumerate(body.requests):
         if each.custom_id in seen:
-            raise Invalid(f"requests[{number}].custom_id: {each.custom_id} stands twice: give each request its own", param=f"requests[{number}].custom_id")
+            raise Invalid(
+                f"requests[{number}].custom_id: {each.custom_id} stands twice: give each request its own",
+                param=f"requests[{number}].custom_id",
+            )
         seen.add(each.custom_id)
         model = each.params.get("model") or context.only_model()
         if not isinstance(model, str):
             raise Invalid(f"requests[{number}].params.model: expected a text", param=f"requests[{number}].params.model")
-        line = orjson.dumps({"custom_id": each.custom_id, "method": "POST", "url": ENDPOINT, "body": each.params | {"model": model}})
+        line = orjson.dumps(
+            {"custom_id": each.custom_id, "method": "POST", "url": ENDPOINT, "body": each.params | {"model": model}}
+        )
         if len(line) > (longest := context.settings.max_body_bytes):
-            raise Invalid(f"requests[{number}] has {len(line)} bytes, and at most {longest} are taken: shorten it", param=f"requests[{number}]", status=413)
+            raise Invalid(
+                f"requests[{number}] has {len(line)} bytes, and at most {longest} are taken: shorten it",
+                param=f"requests[{number}]",
+                status=413,
+            )
         lines.append(line)
     return b"\n".join(lines)
 
 
 @router.get("/batches")
-async def list_batches(request: Request, after_id: str | None = None, before_id: str | None = None, limit: int = Query(20, ge=1, le=1000)) -> JSONResponse:
+async def list_batches(
+    request: Request, after_id: str | None = None, before_id: str | None = None, limit: int = Query(20, ge=1, le=1000)
+) -> JSONResponse:
     """The batches that there are, the newest first."""
     context = context_of(request)
     found = await context.batches.list_of(context.tenant.tenant_id, after_id, MAX_KEPT)
     names = [each.record.batch_id for each in found]
     if before_id is not None and before_id not in names:
         raise Invalid(f"no batch {before_id[:64]!r} in this list", param="before_id")
-    own = [each for each in found[: names.index(before_id) if before_id is not None else None] if each.record.endpoint == ENDPOINT]
+    own = [
+        each
+        for each in found[: names.index(before_id) if before_id is not None else None]
+        if each.record.endpoint == ENDPOINT
+    ]
     page = own[-limit:] if before_id is not None else own[:limit]
     ids = [each.record.batch_id for each in page]
     return JSONResponse(
@@ -174,7 +195,9 @@ async def load(context: GatewayContext, batch_id: str) -> Batch:
     """Raises Invalid (404) for one that is not there, or not of this API."""
     batch = await context.batches.load(batch_id, context.tenant)
     if batch.record.endpoint != ENDPOINT:
-        raise Invalid(f"No batch found with id '{batch_id[:64]}'.", param="batch_id", code="batch_not_found", status=404)
+        raise Invalid(
+            f"No batch found with id '{batch_id[:64]}'.", param="batch_id", code="batch_not_found", status=404
+        )
     return batch
 
 
@@ -207,14 +230,19 @@ def result_of(line: Json) -> Json:
     if response["status_code"] == 200:
         return {"custom_id": line["custom_id"], "result": {"type": "succeeded", "message": response["body"]}}
     failure = response["body"]["error"]
-    error_fields = error_of(response["status_code"], failure["message"], failure.get("code")) | {"request_id": response["request_id"]}
+    error_fields = error_of(response["status_code"], failure["message"], failure.get("code")) | {
+        "request_id": response["request_id"]
+    }
     return {"custom_id": line["custom_id"], "result": {"type": "errored", "error": error_fields}}
 
 
 def describe(batch: Batch) -> Json:
     """The object of the API. Until a batch has ended, all of its requests are processing."""
     record, totals = batch.record, batch.totals
-    ended = next((batch.times[status] for status in ("completed", "failed", "expired", "cancelled") if status in batch.times), None)
+    ended = next(
+        (batch.times[status] for status in ("completed", "failed", "expired", "cancelled") if status in batch.times),
+        None,
+    )
     total = batch.total or int((record.metadata or {}).get(NUM_REQUESTS, 0))
     counts = NO_COUNTS | {"processing": total}
     if not batch.is_running:
@@ -223,7 +251,11 @@ def describe(batch: Batch) -> Json:
     return {
         "id": record.batch_id,
         "type": "message_batch",
-        "processing_status": "canceling" if batch.status == "cancelling" else "in_progress" if batch.is_running else "ended",
+        "processing_status": "canceling"
+        if batch.status == "cancelling"
+        else "in_progress"
+        if batch.is_running
+        else "ended",
         "request_counts": counts,
         "created_at": time_text(record.created_at),
         "expires_at": time_text(record.expires_at),

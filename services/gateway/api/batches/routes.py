@@ -46,18 +46,34 @@ async def create(request: Request) -> JSONResponse:
     await context.files.check_room(owner, 0, max_size=context.settings.max_files_size)  # for what it will write
     ttl_s = body.output_expires_after.seconds if body.output_expires_after is not None else FILE_TTL_S
     record = BatchRecord(
-        f"batch_{uuid.uuid4().hex}", context.tenant, body.endpoint, file.file_id, body.completion_window, now, now + window_s, body.metadata, ttl_s
+        f"batch_{uuid.uuid4().hex}",
+        context.tenant,
+        body.endpoint,
+        file.file_id,
+        body.completion_window,
+        now,
+        now + window_s,
+        body.metadata,
+        ttl_s,
     )
     root = current_root()
     model = await asyncio.to_thread(model_of, context.files.storage, file.path)
     batch = await context.batches.create(record, root.traceparent if root is not None else "", model)
     await context.jobs.send(record.batch_id)
-    log.info("batch created", batch_id=record.batch_id, endpoint=record.endpoint, num_bytes=file.num_bytes, x_request_id=request.state.request_id)
+    log.info(
+        "batch created",
+        batch_id=record.batch_id,
+        endpoint=record.endpoint,
+        num_bytes=file.num_bytes,
+        x_request_id=request.state.request_id,
+    )
     return JSONResponse(batch.describe())
 
 
 def model_of(storage: Storage, path: str) -> str:
-    """The model that the file's first request names; empty: it can't be told from the file's beginning. The worker that checks all lines says it for good."""
+    """The model that the file's first request names; empty: it can't be told from the file's
+    beginning. The worker that checks all lines says it for good.
+    """
     with suppress(FileNotFoundError, ValueError, KeyError, TypeError):
         line, _, _ = storage.read(path, 0, LOOKED_AT).removeprefix(codecs.BOM_UTF8).lstrip().partition(b"\n")
         name = orjson.loads(line)["body"]["model"]
@@ -67,7 +83,10 @@ def model_of(storage: Storage, path: str) -> str:
 
 @router.get("")
 async def list_batches(
-    request: Request, after: str | None = None, limit: int = Query(20, ge=1, le=100), tenant: str | None = Query(None, max_length=64)
+    request: Request,
+    after: str | None = None,
+    limit: int = Query(20, ge=1, le=100),
+    tenant: str | None = Query(None, max_length=64),
 ) -> JSONResponse:
     """The batches that there are, the newest first. tenant, for administrators: another's, by its
     id; or *: those of all that have not ended."""
@@ -77,7 +96,11 @@ async def list_batches(
         return JSONResponse(page_of(found, None, limit, lambda each: each.record.batch_id, Batch.describe))
     check_sees_all(context.tenant)
     if tenant == "*":
-        return JSONResponse(page_of(await context.batches.running(), after, limit, lambda each: each.record.batch_id, describe_with_tenant))
+        return JSONResponse(
+            page_of(
+                await context.batches.running(), after, limit, lambda each: each.record.batch_id, describe_with_tenant
+            )
+        )
     found = await context.batches.list_of(tenant, after, limit + 1)
     return JSONResponse(page_of(found, None, limit, lambda each: each.record.batch_id, describe_with_tenant))
 
@@ -102,7 +125,9 @@ async def cancel(batch_id: str, request: Request) -> JSONResponse:
     with redis_errors_as_503():
         status = await context.batches.move(batch_id, ("validating", "in_progress"), "cancelling")
     if status != "cancelling":
-        raise Invalid(f"Cannot cancel a batch with status '{status}'.", param="batch_id", code="batch_has_ended", status=409)
+        raise Invalid(
+            f"Cannot cancel a batch with status '{status}'.", param="batch_id", code="batch_has_ended", status=409
+        )
     if batch.status != "cancelling":
         await context.jobs.send(batch_id)
     return JSONResponse((await context.batches.load(batch_id, context.tenant)).describe())

@@ -22,12 +22,19 @@ class ExpiresAfter(Body):
 
 class BatchBody(Body):
     input_file_id: str = Field(max_length=64, description="an uploaded file of purpose batch")
-    endpoint: Literal["/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses"] = Field(description="the endpoint of every line")
-    completion_window: str = Field(max_length=16, description="how long the batch may take: 24h, or a whole number with s, m or h")
-    metadata: Annotated[dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]] | None, BeforeValidator(at_most(16))] = Field(
-        None, description="up to 16 pairs of texts, repeated in the batch"
+    endpoint: Literal["/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses"] = Field(
+        description="the endpoint of every line"
     )
-    output_expires_after: ExpiresAfter | None = Field(None, description="how long the files that the batch writes are kept; by default 30 days")
+    completion_window: str = Field(
+        max_length=16, description="how long the batch may take: 24h, or a whole number with s, m or h"
+    )
+    metadata: Annotated[
+        dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]] | None,
+        BeforeValidator(at_most(16)),
+    ] = Field(None, description="up to 16 pairs of texts, repeated in the batch")
+    output_expires_after: ExpiresAfter | None = Field(
+        None, description="how long the files that the batch writes are kept; by default 30 days"
+    )
 
     @property
     def window_s(self) -> int:
@@ -35,5 +42,8 @@ class BatchBody(Body):
         found = WINDOW.fullmatch(self.completion_window)
         seconds = int(found[1]) * SECONDS[found[2]] if found is not None else 0
         if not 0 < seconds <= LONGEST_WINDOW_S:
-            raise Invalid(f"completion_window must be 24h, or a shorter one such as 90m, got {self.completion_window!r}", param="completion_window")
+            raise Invalid(
+                f"completion_window must be 24h, or a shorter one such as 90m, got {self.completion_window!r}",
+                param="completion_window",
+            )
         return seconds

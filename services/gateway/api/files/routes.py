@@ -37,7 +37,9 @@ async def upload(request: Request) -> JSONResponse:
     """Keep a file: multipart/form-data with `file`, and `purpose`: batch, or vision or user_data for images."""
     context = context_of(request)
     if not request.headers.get("content-type", "").startswith("multipart/form-data"):
-        raise Invalid("the upload is no multipart/form-data: send the file as one of its parts", code="invalid_content_type")
+        raise Invalid(
+            "the upload is no multipart/form-data: send the file as one of its parts", code="invalid_content_type"
+        )
     owner = context.tenant.tenant_id
     if uploads.locked() or (owner and uploads_of[owner] >= MAX_UPLOADS_OF_ONE):
         raise Rejected("too many files are being uploaded here", status=503, retry_after_s=5, code="too_many_uploads")
@@ -54,7 +56,9 @@ async def upload(request: Request) -> JSONResponse:
                 await form.close()
         except OSError as error:
             log.error("a file can't be stored", error=error)
-            raise Rejected("files can't be stored here at the moment", status=503, retry_after_s=60, code="storage_unavailable") from None
+            raise Rejected(
+                "files can't be stored here at the moment", status=503, retry_after_s=60, code="storage_unavailable"
+            ) from None
         finally:
             uploads_of[owner] -= 1
             if not uploads_of[owner]:
@@ -80,7 +84,10 @@ def read_form(form: FormData) -> tuple[UploadFile, int]:
     if not isinstance(file, UploadFile):
         raise Invalid("missing required parameter: file", param="file", code="missing_required_parameter")
     if purpose not in PURPOSES:
-        reason, code = f"purpose must be one of {', '.join(PURPOSES)}: files have no other use here", "missing_required_parameter" if purpose is None else None
+        reason, code = (
+            f"purpose must be one of {', '.join(PURPOSES)}: files have no other use here",
+            "missing_required_parameter" if purpose is None else None,
+        )
         raise Invalid(reason, param="purpose", code=code)
     anchor, seconds = form.get("expires_after[anchor]"), form.get("expires_after[seconds]")
     if anchor is None and seconds is None:
@@ -88,7 +95,9 @@ def read_form(form: FormData) -> tuple[UploadFile, int]:
     if anchor != "created_at":
         raise Invalid("expires_after.anchor must be created_at", param="expires_after.anchor")
     if not (isinstance(seconds, str) and seconds.isdecimal() and LEAST_TTL_S <= int(seconds) <= FILE_TTL_S):
-        raise Invalid(f"expires_after.seconds must be a number from {LEAST_TTL_S} to {FILE_TTL_S}", param="expires_after.seconds")
+        raise Invalid(
+            f"expires_after.seconds must be a number from {LEAST_TTL_S} to {FILE_TTL_S}", param="expires_after.seconds"
+        )
     return file, int(seconds)
 
 
@@ -102,8 +111,14 @@ async def list_files(
 ) -> JSONResponse:
     """The files that there are, the newest first."""
     context = context_of(request)
-    found = [each for each in await context.files.list_of(context.tenant.tenant_id) if purpose is None or each.purpose == purpose]
-    return JSONResponse(page_of(found if order == "desc" else found[::-1], after, limit, lambda each: each.file_id, FileRecord.describe))
+    found = [
+        each
+        for each in await context.files.list_of(context.tenant.tenant_id)
+        if purpose is None or each.purpose == purpose
+    ]
+    return JSONResponse(
+        page_of(found if order == "desc" else found[::-1], after, limit, lambda each: each.file_id, FileRecord.describe)
+    )
 
 
 @router.get("/{file_id}")
@@ -122,7 +137,9 @@ async def content(file_id: str, request: Request) -> StreamingResponse:
         file = await asyncio.to_thread(context.files.storage.open, record.path)
     except FileNotFoundError:
         raise Invalid(f"the content of {file_id} is gone", param="id", code="file_not_found", status=404) from None
-    return StreamingResponse(pieces(file), media_type="application/octet-stream", headers={"Content-Length": str(record.num_bytes)})
+    return StreamingResponse(
+        pieces(file), media_type="application/octet-stream", headers={"Content-Length": str(record.num_bytes)}
+    )
 
 
 async def pieces(file: IO[bytes]) -> AsyncIterator[bytes]:

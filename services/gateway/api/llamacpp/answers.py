@@ -32,7 +32,12 @@ class LlamaResponder(Responder):
         self.prompts = prompts
 
     def _body(self) -> Any:
-        answers = [self._answer(choice, "".join(choice.text), choice.token_ids if self.body.return_tokens else [], choice.logprobs) for choice in self.choices]
+        answers = [
+            self._answer(
+                choice, "".join(choice.text), choice.token_ids if self.body.return_tokens else [], choice.logprobs
+            )
+            for choice in self.choices
+        ]
         return answers[0] if len(answers) == 1 else answers
 
     async def _chunks(self, batch: list[tuple[int, TokenEvent]]) -> AsyncIterator[bytes]:
@@ -56,12 +61,19 @@ class LlamaResponder(Responder):
         if event.finish_reason is not None:
             return encode_event(self._answer(choice, event.text, token_ids if event.text else [], event.logprobs))
         chunk: Json = {
-            "index": index, "content": event.text, "tokens": token_ids, "stop": False, "id_slot": -1,
-            "tokens_predicted": choice.num_output_tokens, "tokens_evaluated": choice.num_prompt_tokens,
-        }  # fmt: skip
+            "index": index,
+            "content": event.text,
+            "tokens": token_ids,
+            "stop": False,
+            "id_slot": -1,
+            "tokens_predicted": choice.num_output_tokens,
+            "tokens_evaluated": choice.num_prompt_tokens,
+        }
         return encode_event(chunk | self._timings(index) | probabilities(event.logprobs))
 
-    def _answer(self, choice: Choice, content: str, token_ids: list[int], logprobs: Sequence[TokenLogprob] | None) -> Json:
+    def _answer(
+        self, choice: Choice, content: str, token_ids: list[int], logprobs: Sequence[TokenLogprob] | None
+    ) -> Json:
         record = self.generation.record
         prompt = self.prompts[choice.index // record.n]
         has_stopped = choice.finish_reason == "stop"
@@ -96,7 +108,13 @@ def probabilities(logprobs: Sequence[TokenLogprob] | None) -> Json:
     def described(entry: TokenLogprob | TopLogprob) -> Json:
         return {"id": entry.token_id, "token": entry.token, "bytes": list(entry.raw), "logprob": finite(entry.logprob)}
 
-    return {"completion_probabilities": [described(entry) | {"top_logprobs": [described(top) for top in entry.top]} for entry in logprobs if not entry.is_end]}
+    return {
+        "completion_probabilities": [
+            described(entry) | {"top_logprobs": [described(top) for top in entry.top]}
+            for entry in logprobs
+            if not entry.is_end
+        ]
+    }
 
 
 def picked(answer: Json, paths: Sequence[str]) -> Json:

@@ -17,7 +17,16 @@ from services.gateway.http.docs import takes
 from services.gateway.telemetry.measured import ResponseMeter
 from services.requests.bodies import parse
 from services.requests.bodies.fields import TokenIds
-from services.requests.dialects.llamacpp.schemas import DEFAULTS, RANDOM_SEED, Biases, InfillBody, LlamaBody, LlamaCompletionBody, LlamaEmbeddingBody, Pieces
+from services.requests.dialects.llamacpp.schemas import (
+    DEFAULTS,
+    RANDOM_SEED,
+    Biases,
+    InfillBody,
+    LlamaBody,
+    LlamaCompletionBody,
+    LlamaEmbeddingBody,
+    Pieces,
+)
 from services.requests.dialects.openai.embeddings import EmbeddingBody
 from services.requests.dialects.openai.schemas import ChatCompletionBody, CompletionBody
 from services.requests.dialects.openai.translate import name_of, own_terms
@@ -30,7 +39,8 @@ from shared.wire.messages import EncodingParams, RequestError
 Json = dict[str, Any]
 
 NAMES = {
-    "max_tokens": "n_predict", "logprobs": "n_probs", "n": "n_cmpl", "repetition_penalty": "repeat_penalty", "structured_outputs.grammar": "grammar",
+    "max_tokens": "n_predict", "logprobs": "n_probs", "n": "n_cmpl", "repetition_penalty": "repeat_penalty",
+    "structured_outputs.grammar": "grammar",
     "structured_outputs.json": "json_schema", "structured_outputs": "grammar",
 }  # fmt: skip  # what a completion calls otherwise
 
@@ -54,13 +64,19 @@ async def infill(request: Request) -> Response:
     context, body = await context_of(request).read(request, InfillBody)
     model = context.resolve(body.model)
     if (marks := await find_marks(context, model)) is None:
-        raise RequestFailed(RequestError(f"{model} has no tokens for infilling: it was not trained for it", 501, "model", "model_not_supported"))
+        raise RequestFailed(
+            RequestError(
+                f"{model} has no tokens for infilling: it was not trained for it", 501, "model", "model_not_supported"
+            )
+        )
     files = "".join(f"{each.filename}\n{each.text}\n" for each in body.input_extra)
     prompts = await infill_prompts(context, model, marks, [body.input_prefix], body.input_suffix, files, body.prompt)
     return await answer(context, request, body, model, [*prompts])
 
 
-async def answer(context: GatewayContext, request: Request, body: LlamaBody, model: str, prompts: list[str | TokenIds]) -> Response:
+async def answer(
+    context: GatewayContext, request: Request, body: LlamaBody, model: str, prompts: list[str | TokenIds]
+) -> Response:
     """Submit the completion that this is here, and answer as llama.cpp would."""
     biases = await biases_of(context, model, body.logit_bias or [])
     texts = [each if isinstance(each, str) else each.tolist() for each in prompts]
@@ -72,7 +88,9 @@ async def answer(context: GatewayContext, request: Request, body: LlamaBody, mod
         requests = [replace(each, params=replace(each.params, max_tokens=body.limit)) for each in requests]
     generation = await context.pipeline.submit(context.caller, record, requests)
     context.log_submitted(record, body.user, request.state.request_id)
-    responder = LlamaResponder(generation, measured, context.settings.ping_interval_s, has_timings=body.timings_per_token)
+    responder = LlamaResponder(
+        generation, measured, context.settings.ping_interval_s, has_timings=body.timings_per_token
+    )
     responder.describe(body, requests[0].params, prompts)
     return await (responder.stream() if body.stream else responder.whole(request))
 
@@ -85,7 +103,9 @@ async def one_piece_each(context: GatewayContext, model: str, prompts: list[Piec
         return list(texts)
     found: list[str | TokenIds] = []
     for pieces in prompts:
-        encodings = [EncodingParams(add_special_tokens=piece is pieces[0]) for piece in pieces if isinstance(piece, str)]
+        encodings = [
+            EncodingParams(add_special_tokens=piece is pieces[0]) for piece in pieces if isinstance(piece, str)
+        ]
         texts = [piece for piece in pieces if isinstance(piece, str)]
         encoded = iter(await token_ids_of(context, model, texts, encodings) if texts else [])
         found.append(np.concatenate([next(encoded) if isinstance(piece, str) else piece for piece in pieces]))
@@ -95,7 +115,11 @@ async def one_piece_each(context: GatewayContext, model: str, prompts: list[Piec
 async def biases_of(context: GatewayContext, model: str, biases: Biases) -> dict[str, float]:
     """The biases by token id. A text gives its bias to each of its tokens."""
     texts = [token for token, _ in biases if isinstance(token, str)]
-    encoded = iter(await token_ids_of(context, model, texts, [EncodingParams(add_special_tokens=False)] * len(texts)) if texts else [])
+    encoded = iter(
+        await token_ids_of(context, model, texts, [EncodingParams(add_special_tokens=False)] * len(texts))
+        if texts
+        else []
+    )
     found: dict[str, float] = {}
     for token, bias in biases:
         found |= dict.fromkeys(map(str, next(encoded).tolist()) if isinstance(token, str) else [str(token)], bias)
@@ -125,20 +149,31 @@ async def embedding(request: Request) -> Response:
     """A vector of each text."""
     context, body = await context_of(request).read(request, LlamaEmbeddingBody)
     model, _ = embedder(context, body.model)
-    asked = EmbeddingBody.model_construct(model=model, input=await one_piece_each(context, model, body.inputs), normalize=body.embd_normalize == 2)
+    asked = EmbeddingBody.model_construct(
+        model=model, input=await one_piece_each(context, model, body.inputs), normalize=body.embd_normalize == 2
+    )
     return await (await submit_embeddings(context, asked, request, LlamaEmbeddings)).whole(request)
 
 
 @router.get("/slots")
 async def slots(request: Request, model: str | None = None, fail_on_no_slot: bool = False) -> list[Json]:
-    """The places in the model's steps, as its replicas announced them last; of what runs in them nothing is shown. Raises Rejected (503) where none is free
+    """The places in the model's steps, as its replicas announced them last; of what runs in them
+    nothing is shown. Raises Rejected (503) where none is free
     and the client asks for that."""
     context, name = context_of(request).named(model)
     found: list[Json] = []
     for replica in context.stage.registry.of("compute", name):
         num_slots, num_running = int(replica.load.max_num_seqs or 0), int(replica.load.running or 0)
         own = range(len(found), len(found) + num_slots)
-        found += [{"id": number, "n_ctx": replica.max_model_len, "speculative": False, "is_processing": number - own.start < num_running} for number in own]
+        found += [
+            {
+                "id": number,
+                "n_ctx": replica.max_model_len,
+                "speculative": False,
+                "is_processing": number - own.start < num_running,
+            }
+            for number in own
+        ]
     if fail_on_no_slot and all(slot["is_processing"] for slot in found):
         raise Rejected("no slot available", status=503, retry_after_s=1, code="no_slot_available")
     return found
@@ -147,7 +182,14 @@ async def slots(request: Request, model: str | None = None, fail_on_no_slot: boo
 @router.post("/slots/{slot}")
 async def change_slot() -> None:
     """Refused: a slot's cache can't be saved, restored or erased."""
-    raise RequestFailed(RequestError("a slot has no cache of its own here: prefixes are cached for all requests alike", 501, "action", "not_supported"))
+    raise RequestFailed(
+        RequestError(
+            "a slot has no cache of its own here: prefixes are cached for all requests alike",
+            501,
+            "action",
+            "not_supported",
+        )
+    )
 
 
 @router.get("/lora-adapters")
@@ -172,7 +214,10 @@ async def props(request: Request, model: str | None = None) -> Json:
     described = await ask_tokenizer(context, name, "describe", question(context, name))
     replicas = context.stage.registry.of("compute", name)
     return {
-        "default_generation_settings": {"n_ctx": described["max_model_len"], "params": generation_settings(SILENT, LlamaBody())},
+        "default_generation_settings": {
+            "n_ctx": described["max_model_len"],
+            "params": generation_settings(SILENT, LlamaBody()),
+        },
         "total_slots": int(sum(replica.load.max_num_seqs or 0 for replica in replicas)),
         "model_alias": name,
         "model_path": name,

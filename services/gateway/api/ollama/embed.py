@@ -52,8 +52,11 @@ async def embed(request: Request) -> Response:
         raise Invalid("input takes a text, or a list of texts", param="input")
     truncation = None if body.truncate is False else -1
     asked = EmbeddingBody.model_construct(
-        model=name_here(context, body.model), input=body.input, dimensions=body.dimensions, truncate_prompt_tokens=truncation
-    )  # fmt: skip
+        model=name_here(context, body.model),
+        input=body.input,
+        dimensions=body.dimensions,
+        truncate_prompt_tokens=truncation,
+    )
     responder = await submit_embeddings(context, asked, request, OllamaEmbeddings)
     responder.began_ns = began_ns
     return await responder.whole(request)
@@ -66,5 +69,7 @@ async def embeddings(request: Request) -> Response:
     if not body.prompt:
         embedder(context, name_here(context, body.model))
         return JSONResponse({"embedding": []})
-    asked = EmbeddingBody.model_construct(model=name_here(context, body.model), input=[body.prompt], normalize=False, truncate_prompt_tokens=-1)
+    asked = EmbeddingBody.model_construct(
+        model=name_here(context, body.model), input=[body.prompt], normalize=False, truncate_prompt_tokens=-1
+    )
     return await (await submit_embeddings(context, asked, request, OneEmbedding)).whole(request)

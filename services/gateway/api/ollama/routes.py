@@ -63,7 +63,9 @@ async def generate(request: Request) -> Response:
     return await answer(context, request, body, chat, body.prompt if body.raw else None)
 
 
-def translated(context: GatewayContext, body: OllamaBody, messages: list[Json], tools: list[Json]) -> ChatCompletionBody:
+def translated(
+    context: GatewayContext, body: OllamaBody, messages: list[Json], tools: list[Json]
+) -> ChatCompletionBody:
     given: Json = {
         **body.sampling(),
         "model": name_here(context, body.model),
@@ -75,10 +77,14 @@ def translated(context: GatewayContext, body: OllamaBody, messages: list[Json], 
         "reasoning_effort": body.think if isinstance(body.think, str) else None,
     }
     is_chat = isinstance(body, OllamaChatBody)
-    return make_chat(given, NAME_HERE, lambda number: f"messages[{number}]" if is_chat else "prompt", "tools[{}]".format)
+    return make_chat(
+        given, NAME_HERE, lambda number: f"messages[{number}]" if is_chat else "prompt", "tools[{}]".format
+    )
 
 
-async def answer(context: GatewayContext, request: Request, body: OllamaBody, chat: ChatCompletionBody, raw: str | None) -> Response:
+async def answer(
+    context: GatewayContext, request: Request, body: OllamaBody, chat: ChatCompletionBody, raw: str | None
+) -> Response:
     """Submit and answer; raw: the prompt, if it is not to be a chat."""
     measured = ResponseMeter(context.metrics)
     with own_terms(NAME_HERE):
@@ -95,16 +101,30 @@ async def answer(context: GatewayContext, request: Request, body: OllamaBody, ch
 
 def as_it_is(request: GenerateRequest, prompt: str) -> GenerateRequest:
     """The request of a chat, to go on with a prompt instead."""
-    constraint = structs.replace(request.constraint, thought_begin="", thought_end="") if request.constraint is not None else None
+    constraint = (
+        structs.replace(request.constraint, thought_begin="", thought_end="")
+        if request.constraint is not None
+        else None
+    )
     params = structs.replace(request.params, skip_special_tokens=True)
-    return structs.replace(request, messages=None, prompt=prompt, chat=ChatOptions(), params=params, constraint=constraint)
+    return structs.replace(
+        request, messages=None, prompt=prompt, chat=ChatOptions(), params=params, constraint=constraint
+    )
 
 
 def loaded(context: GatewayContext, body: OllamaBody, nothing: Json) -> Response:
     """Nothing was asked: Ollama would load the model, or with keep_alive 0 unload it. It is there
     and stays, or the error says so."""
     context.resolve(name_here(context, body.model))
-    return JSONResponse({"model": body.model, "created_at": now_text(), "done": True, "done_reason": "unload" if body.unloads else "load", **nothing})
+    return JSONResponse(
+        {
+            "model": body.model,
+            "created_at": now_text(),
+            "done": True,
+            "done_reason": "unload" if body.unloads else "load",
+            **nothing,
+        }
+    )
 
 
 @router.get("/tags")
@@ -117,8 +137,17 @@ async def tags(request: Request) -> dict[str, Any]:
 async def running(request: Request) -> dict[str, Any]:
     """List the models that a live compute replica has in memory, where they stay."""
     context = context_of(request)
-    loaded = [(name, replica) for name, replica in sorted(context.served_names().items()) if context.stage.registry.of("compute", replica.model)]
-    return {"models": [card(name, replica) | {"expires_at": STAYS_UNTIL, "size_vram": 0, "context_length": replica.max_model_len} for name, replica in loaded]}
+    loaded = [
+        (name, replica)
+        for name, replica in sorted(context.served_names().items())
+        if context.stage.registry.of("compute", replica.model)
+    ]
+    return {
+        "models": [
+            card(name, replica) | {"expires_at": STAYS_UNTIL, "size_vram": 0, "context_length": replica.max_model_len}
+            for name, replica in loaded
+        ]
+    }
 
 
 @router.post("/show", openapi_extra=takes(OllamaModelBody))
@@ -144,7 +173,12 @@ def capabilities(context: GatewayContext, name: str, replica: Replica) -> list[s
     if replica.is_encoder:
         return ["embedding"]
     tool_calls, reasoning = parsers_of(context, replica.model or name)
-    return ["completion", *(["vision"] if replica.takes_images else []), *(["tools"] if tool_calls else []), *(["thinking"] if reasoning else [])]
+    return [
+        "completion",
+        *(["vision"] if replica.takes_images else []),
+        *(["tools"] if tool_calls else []),
+        *(["thinking"] if reasoning else []),
+    ]
 
 
 @router.get("/version")
@@ -182,12 +216,18 @@ def card(name: str, replica: Replica) -> Json:
     digest = hashlib.sha256(f"{replica.model} {replica.fingerprint}".encode()).hexdigest()
     weights, count = replica.weights, replica.sizes.get("n_params")
     details = {name: weights.get(name, "") for name in ("format", "family", "quantization_level")} | {
-        "parent_model": "", "families": [weights["family"]] if "family" in weights else [], "parameter_size": rounded(count) if count else "",
-    }  # fmt: skip
+        "parent_model": "",
+        "families": [weights["family"]] if "family" in weights else [],
+        "parameter_size": rounded(count) if count else "",
+    }
     return {
-        "name": name, "model": name, "modified_at": now_text(replica.started_at), "size": replica.sizes.get("size", 0), "digest": digest,
+        "name": name,
+        "model": name,
+        "modified_at": now_text(replica.started_at),
+        "size": replica.sizes.get("size", 0),
+        "digest": digest,
         "details": details,
-    }  # fmt: skip
+    }
 
 
 def rounded(count: int) -> str:
@@ -201,8 +241,13 @@ def model_info(name: str, replica: Replica) -> Json:
     """The facts of a model, by GGUF's names. Those of its shape stand under its family's."""
     family, sizes = replica.weights.get("family", "penstock"), replica.sizes
     found = {
-        "general.architecture": family, "general.basename": replica.model or name, "general.name": name, "general.type": "model",
-        "general.parameter_count": sizes.get("n_params"), f"{family}.context_length": replica.max_model_len, f"{family}.embedding_length": sizes.get("n_embd"),
+        "general.architecture": family,
+        "general.basename": replica.model or name,
+        "general.name": name,
+        "general.type": "model",
+        "general.parameter_count": sizes.get("n_params"),
+        f"{family}.context_length": replica.max_model_len,
+        f"{family}.embedding_length": sizes.get("n_embd"),
         f"{family}.vocab_size": sizes.get("n_vocab"),
-    }  # fmt: skip
+    }
     return {key: value for key, value in found.items() if value is not None}

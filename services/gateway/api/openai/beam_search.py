@@ -68,12 +68,16 @@ class BeamSearch:
         self.answers = sorted(self.answers, key=lambda each: -each.score)[: self.width]
         self.running = [each for each in found if each.token_ids[-1] not in self.eos_token_ids][: self.width]
         is_full = len(self.answers) == self.width
-        self.is_over = is_last or not self.running or (is_full and (self.early_stopping is True or not self._can_improve()))
+        self.is_over = (
+            is_last or not self.running or (is_full and (self.early_stopping is True or not self._can_improve()))
+        )
 
     def _keep(self, beam: Beam) -> None:
         is_stopped = beam.token_ids[-1] in self.eos_token_ids
         own = beam.token_ids[:-1] if is_stopped else beam.token_ids
-        self.answers.append(Hypothesis(own, beam.logprob / self._length**self.length_penalty, is_stopped, len(beam.token_ids)))
+        self.answers.append(
+            Hypothesis(own, beam.logprob / self._length**self.length_penalty, is_stopped, len(beam.token_ids))
+        )
 
     def _can_improve(self) -> bool:
         """Whether the best running beam may become better than the worst answer, as far as

@@ -18,9 +18,13 @@ def read_text(value: Any) -> list[Prompt]:
 class FimBody(CompletionBody):
     """A gap between a prompt and a suffix."""
 
-    prompt: Annotated[list[Prompt], PlainValidator(read_text, json_schema_input_type=str)] = Field(description="the text before the gap")
+    prompt: Annotated[list[Prompt], PlainValidator(read_text, json_schema_input_type=str)] = Field(
+        description="the text before the gap"
+    )
     suffix: str | None = Field(None, description="the text behind it")
-    random_seed: int | None = Field(None, ge=0, lt=1 << 63, description=f"Mistral's name of seed: {description_of('seed')}")
+    random_seed: int | None = Field(
+        None, ge=0, lt=1 << 63, description=f"Mistral's name of seed: {description_of('seed')}"
+    )
 
     @model_validator(mode="after")
     def _seeded(self) -> "FimBody":
@@ -32,4 +36,8 @@ class FimBody(CompletionBody):
     def params(self) -> SamplingParams:
         """As many tokens as fit, where a completion has 16."""
         params = super().params()
-        return params if self.max_tokens is not None else self.sampling_params(max_tokens=None, logprobs=self.logprobs, prompt_logprobs=self.prompt_logprobs)
+        return (
+            params
+            if self.max_tokens is not None
+            else self.sampling_params(max_tokens=None, logprobs=self.logprobs, prompt_logprobs=self.prompt_logprobs)
+        )

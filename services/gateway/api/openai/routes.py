@@ -86,11 +86,15 @@ async def respond(context: GatewayContext, intent: Intent, request: Request, kin
     generation = await context.pipeline.submit(context.caller, record, requests)
     context.log_submitted(record, intent.user, request.state.request_id)
     interval_s = context.settings.ping_interval_s
-    responder = Responder(generation, measured, interval_s, has_positions=intent.has_positions, has_timings=intent.has_timings)
+    responder = Responder(
+        generation, measured, interval_s, has_positions=intent.has_positions, has_timings=intent.has_timings
+    )
     return await (responder.stream() if intent.stream else responder.whole(request))
 
 
-async def respond_with_beams(context: GatewayContext, intent: Intent, record: ResponseRecord, requests: list[GenerateRequest], request: Request) -> Response:
+async def respond_with_beams(
+    context: GatewayContext, intent: Intent, record: ResponseRecord, requests: list[GenerateRequest], request: Request
+) -> Response:
     """A beam search for each prompt, one after the other; what stands in its answer is whole."""
     assert intent.beams is not None
     check_beams(requests[0], intent.beams.width)

@@ -7,13 +7,26 @@ from pydantic import BeforeValidator, FailFast, Field, PlainValidator, WithJsonS
 from services.requests.bodies.body import Body
 from services.requests.bodies.fields import MAX_NAME, TokenIds, at_most, read_token_ids
 from services.requests.dialects.openai.messages import Message
-from services.requests.dialects.openai.schemas import MAX_DOCUMENTS, MAX_MESSAGES, MAX_TEMPLATE, ChatCompletionBody, description_of
+from services.requests.dialects.openai.schemas import (
+    MAX_DOCUMENTS,
+    MAX_MESSAGES,
+    MAX_TEMPLATE,
+    ChatCompletionBody,
+    description_of,
+)
 from services.requests.dialects.openai.tools import Tools
 from shared.model.sampling_params import MAX_TOKENS
 from shared.process.errors import Invalid
 from shared.wire.messages import EncodingParams
 
-OF_TEMPLATES = ("tools", "chat_template_kwargs", "chat_template", "documents", "add_generation_prompt", "continue_final_message")
+OF_TEMPLATES = (
+    "tools",
+    "chat_template_kwargs",
+    "chat_template",
+    "documents",
+    "add_generation_prompt",
+    "continue_final_message",
+)
 
 
 def read_tokens(value: Any) -> TokenIds | list[int]:
@@ -31,8 +44,14 @@ class TokenizeBody(Body):
     )
     tools: Tools | None = Field(None, description="of messages: told to the template")
     chat_template_kwargs: dict[str, Any] | None = Field(None, description="of messages: variables of the template")
-    chat_template: str | None = Field(None, max_length=MAX_TEMPLATE, description="of messages: instead of the model's own, where the operator allows it")
-    documents: Annotated[list[dict[str, Any]] | None, BeforeValidator(at_most(MAX_DOCUMENTS))] = Field(None, description="of messages: told to the template")
+    chat_template: str | None = Field(
+        None,
+        max_length=MAX_TEMPLATE,
+        description="of messages: instead of the model's own, where the operator allows it",
+    )
+    documents: Annotated[list[dict[str, Any]] | None, BeforeValidator(at_most(MAX_DOCUMENTS))] = Field(
+        None, description="of messages: told to the template"
+    )
     add_generation_prompt: bool = Field(True, description="of messages: end the text as if an answer followed")
     continue_final_message: bool = Field(False, description="of messages: the last one is not over")
     add_special_tokens: bool | None = Field(None, description=description_of("add_special_tokens"))
@@ -54,7 +73,9 @@ class TokenizeBody(Body):
         return ChatCompletionBody.model_construct(**given)
 
     def encoding(self) -> EncodingParams:
-        return EncodingParams(self.add_special_tokens, self.parse_special_tokens, self.truncate_prompt_tokens, self.return_token_strs)
+        return EncodingParams(
+            self.add_special_tokens, self.parse_special_tokens, self.truncate_prompt_tokens, self.return_token_strs
+        )
 
 
 class ContentBody(Body):
@@ -64,7 +85,9 @@ class ContentBody(Body):
     content: str = Field(description="the text")
     add_special: bool = Field(False, description="add a BOS and the like")
     parse_special: bool = Field(True, description="read special tokens that are spelt in the text as tokens")
-    with_pieces: bool = Field(False, description="of each token its id and its piece: its text, or the bytes of a part of a character")
+    with_pieces: bool = Field(
+        False, description="of each token its id and its piece: its text, or the bytes of a part of a character"
+    )
 
     def encoding(self) -> EncodingParams:
         return EncodingParams(self.add_special, self.parse_special, return_token_strs=self.with_pieces)
@@ -74,6 +97,6 @@ class DetokenizeBody(Body):
     """Token ids, to be spelt as a text."""
 
     model: str = Field("", max_length=MAX_NAME, description="a served name; may be left out if only one is served")
-    tokens: Annotated[Any, PlainValidator(read_tokens), WithJsonSchema({"type": "array", "items": {"type": "integer", "minimum": 0}})] = Field(
-        description="token ids"
-    )
+    tokens: Annotated[
+        Any, PlainValidator(read_tokens), WithJsonSchema({"type": "array", "items": {"type": "integer", "minimum": 0}})
+    ] = Field(description="token ids")

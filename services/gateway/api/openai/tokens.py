@@ -20,7 +20,11 @@ from shared.model.sampling_params import SamplingParams
 from shared.model.wire_struct import as_dict
 from shared.wire.messages import GenerateRequest
 
-KINDS: Mapping[str, type[TokenizeBody | ContentBody]] = {"prompt": TokenizeBody, "messages": TokenizeBody, "content": ContentBody}
+KINDS: Mapping[str, type[TokenizeBody | ContentBody]] = {
+    "prompt": TokenizeBody,
+    "messages": TokenizeBody,
+    "content": ContentBody,
+}
 
 router = APIRouter()
 
@@ -44,10 +48,14 @@ async def tokenize(request: Request) -> dict[str, Any]:
 async def tokenize_content(context: GatewayContext, body: ContentBody) -> dict[str, Any]:
     """The answer as llama.cpp has it."""
     model = context.resolve(body.model)
-    found = await ask_tokenizer(context, model, "tokenize", question(context, model, encoding=body.encoding(), prompt=body.content))
+    found = await ask_tokenizer(
+        context, model, "tokenize", question(context, model, encoding=body.encoding(), prompt=body.content)
+    )
     if not body.with_pieces:
         return {"tokens": found["tokens"]}
-    return {"tokens": [{"id": token, "piece": piece} for token, piece in zip(found["tokens"], found["pieces"], strict=True)]}
+    return {
+        "tokens": [{"id": token, "piece": piece} for token, piece in zip(found["tokens"], found["pieces"], strict=True)]
+    }
 
 
 @router.post("/detokenize", openapi_extra=takes(DetokenizeBody))
@@ -56,7 +64,9 @@ async def detokenize(request: Request) -> dict[str, Any]:
     context, body = await context_of(request).read(request, DetokenizeBody)
     model = context.resolve(body.model)
     params = SamplingParams(skip_special_tokens=False)
-    return await ask_tokenizer(context, model, "detokenize", question(context, model, params, prompt_token_ids=np.array(body.tokens, np.int32)))
+    return await ask_tokenizer(
+        context, model, "detokenize", question(context, model, params, prompt_token_ids=np.array(body.tokens, np.int32))
+    )
 
 
 @router.get("/tokenizer_info")
@@ -100,18 +110,29 @@ async def render_completion(request: Request) -> list[Json]:
     context, body = await context_of(request).read(request, CompletionBody)
     intent = body.intent()
     refuse_modules(intent)
-    record, requests = await prepare(context, await infilled(context, intent), "text_completion", context.stage.replica_id)
+    record, requests = await prepare(
+        context, await infilled(context, intent), "text_completion", context.stage.replica_id
+    )
     return await render(context, body, record, requests[:: record.n])
 
 
-async def render(context: GatewayContext, body: GenerateBody, record: ResponseRecord, requests: list[GenerateRequest]) -> list[Json]:
+async def render(
+    context: GatewayContext, body: GenerateBody, record: ResponseRecord, requests: list[GenerateRequest]
+) -> list[Json]:
     """The requests in the form that vLLM calls GenerateRequest."""
     options = body.stream_options.model_dump() if body.stream_options is not None else None
     return [
         {
-            "request_id": record.response_id, "model": record.model, "token_ids": found["tokens"],
+            "request_id": record.response_id,
+            "model": record.model,
+            "token_ids": found["tokens"],
             "sampling_params": {name: value for name, value in as_dict(asked.params).items() if name not in OWN},
-            "stream": body.stream, "stream_options": options, "priority": body.priority, "cache_salt": body.cache_salt or None,
+            "stream": body.stream,
+            "stream_options": options,
+            "priority": body.priority,
+            "cache_salt": body.cache_salt or None,
         }
-        for asked, found in zip(requests, await ask_each(context, record.served_model, "tokenize", requests), strict=True)
-    ]  # fmt: skip
+        for asked, found in zip(
+            requests, await ask_each(context, record.served_model, "tokenize", requests), strict=True
+        )
+    ]

@@ -13,7 +13,14 @@ import numpy as np
 from fastapi import APIRouter, Request, Response
 
 from services.gateway.answering.embeddings import EmbeddingResponder, submit_embeddings
-from services.gateway.api.pooling.schemas import ClassificationBody, PairsBody, PoolingBody, RerankBody, ScoreBody, TextsBody
+from services.gateway.api.pooling.schemas import (
+    ClassificationBody,
+    PairsBody,
+    PoolingBody,
+    RerankBody,
+    ScoreBody,
+    TextsBody,
+)
 from services.gateway.context import GatewayContext, context_of
 from services.gateway.http.docs import takes
 from services.requests.dialects.openai.embeddings import EmbeddingBody
@@ -28,7 +35,10 @@ router = APIRouter()
 
 Json = dict[str, Any]
 RERANKED: Mapping[str, type[RerankBody | TextsBody]] = {"documents": RerankBody, "texts": TextsBody}
-NAMES: dict[str, dict[str, str]] = {"rerank": {"input": "documents"}, "score": {"input": "text_2"}}  # by kind: what our fields are called there
+NAMES: dict[str, dict[str, str]] = {
+    "rerank": {"input": "documents"},
+    "score": {"input": "text_2"},
+}  # by kind: what our fields are called there
 Array = np.ndarray[Any, np.dtype[np.float64]]
 
 
@@ -53,7 +63,11 @@ def listed(record: ResponseRecord, data: list[Json]) -> Json:
 
 
 async def answer(
-    request: Request, context: GatewayContext, body: EmbeddingBody, kind: str, to_body: Callable[[ResponseRecord, list[Array]], Json | list[Json]]
+    request: Request,
+    context: GatewayContext,
+    body: EmbeddingBody,
+    kind: str,
+    to_body: Callable[[ResponseRecord, list[Array]], Json | list[Json]],
 ) -> Response:
     names = NAMES.get(kind, {})
     with own_terms(names):
@@ -72,7 +86,13 @@ async def pooling(request: Request) -> Response:
     context, body = await context_of(request).read(request, PoolingBody)
 
     def to_body(record: ResponseRecord, vectors: list[Array]) -> Json:
-        return listed(record, [{"index": index, "object": "pooling", "data": vector.astype(np.float32)} for index, vector in enumerate(vectors)])
+        return listed(
+            record,
+            [
+                {"index": index, "object": "pooling", "data": vector.astype(np.float32)}
+                for index, vector in enumerate(vectors)
+            ],
+        )
 
     return await answer(request, context, body, "pooling", to_body)
 
@@ -105,7 +125,9 @@ async def rerank(request: Request) -> Response:
     def to_body(record: ResponseRecord, scores: Sequence[float]) -> Json:
         order = best_first(scores, body.top_n)
         results = [
-            {"index": index, "relevance_score": scores[index]} | ({"document": {"text": body.documents[index]}} if shows_text else {}) for index in order
+            {"index": index, "relevance_score": scores[index]}
+            | ({"document": {"text": body.documents[index]}} if shows_text else {})
+            for index in order
         ]
         return {"id": record.response_id, "object": "list", "model": record.model, "results": results}
 
@@ -117,7 +139,10 @@ async def rerank_texts(request: Request, context: GatewayContext, body: TextsBod
 
     def to_body(_: ResponseRecord, scores: Sequence[float]) -> list[Json]:
         order = best_first(scores, body.top_n)
-        return [{"index": index, "score": scores[index]} | ({"text": body.texts[index]} if body.return_text else {}) for index in order]
+        return [
+            {"index": index, "score": scores[index]} | ({"text": body.texts[index]} if body.return_text else {})
+            for index in order
+        ]
 
     if body.truncate and body.truncate_prompt_tokens is None:
         body = body.model_copy(update={"truncate_prompt_tokens": -1})
@@ -130,24 +155,47 @@ def best_first(scores: Sequence[float], most: int | None) -> list[int]:
 
 
 async def answer_scores(
-    request: Request, context: GatewayContext, body: PairsBody, firsts: list[str], seconds: list[str], kind: str,
+    request: Request,
+    context: GatewayContext,
+    body: PairsBody,
+    firsts: list[str],
+    seconds: list[str],
+    kind: str,
     to_body: Callable[[ResponseRecord, Sequence[float]], Json | list[Json]],
-) -> Response:  # fmt: skip
+) -> Response:
     """firsts: one text, or as many as `seconds`."""
     replica = context.served(body.model)
     if not replica.labels:
         vectors = body.vectors_of([*firsts, *seconds])
-        return await answer(request, context, vectors, kind, lambda record, vectors: to_body(record, cosines(vectors[: len(firsts)], vectors[len(firsts) :])))
+        return await answer(
+            request,
+            context,
+            vectors,
+            kind,
+            lambda record, vectors: to_body(record, cosines(vectors[: len(firsts)], vectors[len(firsts) :])),
+        )
     if len(replica.labels) > 1:
-        raise Invalid(f"this model has {len(replica.labels)} labels, and a score takes one: see /classify", param="model", code="model_not_supported")
+        raise Invalid(
+            f"this model has {len(replica.labels)} labels, and a score takes one: see /classify",
+            param="model",
+            code="model_not_supported",
+        )
     pairs = body.logits_of(firsts if len(firsts) > 1 else firsts * len(seconds), seconds)
-    return await answer(request, context, pairs, kind, lambda record, vectors: to_body(record, [float(probabilities(replica, each)[0]) for each in vectors]))
+    return await answer(
+        request,
+        context,
+        pairs,
+        kind,
+        lambda record, vectors: to_body(record, [float(probabilities(replica, each)[0]) for each in vectors]),
+    )
 
 
 def cosines(firsts: list[Array], seconds: list[Array]) -> list[float]:
     """The vectors have length 1, but for the last bits, so a product may be a little above. Pairs
     each of `firsts` with its own of `seconds`, or the only one with all."""
-    return [min(max(float(np.dot(first, second)), -1.0), 1.0) for first, second in zip(cycle(firsts), seconds, strict=False)]
+    return [
+        min(max(float(np.dot(first, second)), -1.0), 1.0) for first, second in zip(cycle(firsts), seconds, strict=False)
+    ]
 
 
 @router.post("/classify", openapi_extra=takes(ClassificationBody))

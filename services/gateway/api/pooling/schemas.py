@@ -15,7 +15,11 @@ from shared.process.errors import Invalid
 class PoolingBody(EmbeddingBody):
     """One vector of each input, as for embeddings."""
 
-    task: str | None = Field(None, pattern="^embed$", description="the only one of vLLM's tasks that is here: its others make a vector of each token")
+    task: str | None = Field(
+        None,
+        pattern="^embed$",
+        description="the only one of vLLM's tasks that is here: its others make a vector of each token",
+    )
 
 
 class PairEmbeddings(EmbeddingBody):
@@ -33,7 +37,9 @@ class PairsBody(Body):
     neutral: ClassVar[Table] = {"service_tier": ("auto", "default"), "metadata": ANYTHING}
 
     model: str = Field("", max_length=MAX_NAME, description="a served name; may be left out if only one is served")
-    truncate_prompt_tokens: int | None = Field(None, ge=-1, le=MAX_TOKENS, description="keep a text's first so many tokens; -1: as many as fit")
+    truncate_prompt_tokens: int | None = Field(
+        None, ge=-1, le=MAX_TOKENS, description="keep a text's first so many tokens; -1: as many as fit"
+    )
     priority: int = Field(0, ge=-MAX_PRIORITY, le=MAX_PRIORITY, description=description_of("priority"))
     deadline_s: float | None = Field(None, gt=0, le=MAX_DEADLINE_S, description=description_of("deadline_s"))
     cache_salt: str = Field("", min_length=1, max_length=256, description=description_of("cache_salt"))
@@ -56,7 +62,9 @@ class ScoreBody(PairsBody):
     """One text with each of several, or as many pairs as there are texts on either side."""
 
     text_1: Texts | None = Field(None, description="one text, or as many as text_2")
-    text_2: Texts | None = Field(None, description="one text or several, each scored with its own of text_1, or with the only one")
+    text_2: Texts | None = Field(
+        None, description="one text or several, each scored with its own of text_1, or with the only one"
+    )
     queries: Texts | None = Field(None, description="text_1 by its newer name")
     documents: Texts | None = Field(None, description="text_2 by its newer name")
 
@@ -64,9 +72,14 @@ class ScoreBody(PairsBody):
         """Both sides; the first has one text, or as many as the second. Raises Invalid."""
         firsts, seconds = self.text_1 or self.queries, self.text_2 or self.documents
         if firsts is None or seconds is None:
-            raise Invalid("give text_1 and text_2 (or queries and documents)", param="text_1" if firsts is None else "text_2")
+            raise Invalid(
+                "give text_1 and text_2 (or queries and documents)", param="text_1" if firsts is None else "text_2"
+            )
         if len(firsts) not in (1, len(seconds)):
-            raise Invalid(f"text_1 has {len(firsts)} texts and text_2 {len(seconds)}: give one text_1, or as many of both", param="text_1")
+            raise Invalid(
+                f"text_1 has {len(firsts)} texts and text_2 {len(seconds)}: give one text_1, or as many of both",
+                param="text_1",
+            )
         return firsts, seconds
 
 
@@ -99,7 +112,9 @@ class ClassificationBody(Body):
 
     model: str = Field("", max_length=MAX_NAME, description="a served name; may be left out if only one is served")
     input: Texts = Field(description="one text or several; each gets a label")
-    truncate_prompt_tokens: int | None = Field(None, ge=-1, le=MAX_TOKENS, description="keep a text's first so many tokens; -1: as many as fit")
+    truncate_prompt_tokens: int | None = Field(
+        None, ge=-1, le=MAX_TOKENS, description="keep a text's first so many tokens; -1: as many as fit"
+    )
     use_activation: bool = Field(True, description="false: the head's own numbers instead of probabilities")
     priority: int = Field(0, ge=-MAX_PRIORITY, le=MAX_PRIORITY, description=description_of("priority"))
     user: str | None = Field(None, max_length=MAX_USER, description=description_of("user"))

@@ -44,8 +44,12 @@ async def _records(context: GatewayContext, response_ids: list[str]) -> Found:
             pipe.get(response_key(response_id))
             pipe.exists(open_key(response_id))
         replies = await pipe.execute()
-    records = [read_response(response_id, packed) for response_id, packed in zip(response_ids, replies[::2], strict=True)]
-    return [(record, bool(is_open)) for record, is_open in zip(records, replies[1::2], strict=True) if record is not None]
+    records = [
+        read_response(response_id, packed) for response_id, packed in zip(response_ids, replies[::2], strict=True)
+    ]
+    return [
+        (record, bool(is_open)) for record, is_open in zip(records, replies[1::2], strict=True) if record is not None
+    ]
 
 
 async def find_any(context: GatewayContext, response_id: str) -> ResponseRecord | None:
@@ -53,7 +57,9 @@ async def find_any(context: GatewayContext, response_id: str) -> ResponseRecord 
     administrator's own, which is handled as everybody's."""
     with redis_errors_as_503():
         record = await find_record(context.client, context.tenant, response_id, of_all=True)
-        if record is None or (record.tenant_id == context.tenant.tenant_id and await context.client.exists(stored_key(response_id))):
+        if record is None or (
+            record.tenant_id == context.tenant.tenant_id and await context.client.exists(stored_key(response_id))
+        ):
             return None
         return record
 
@@ -61,6 +67,11 @@ async def find_any(context: GatewayContext, response_id: str) -> ResponseRecord 
 def summary(record: ResponseRecord, *, is_running: bool) -> dict[str, Any]:
     """A response's kind, state and owner, without its input."""
     return {
-        "id": record.response_id, "object": "response.summary", "kind": record.kind, "model": record.model, "created_at": record.created,
-        "status": "in_progress" if is_running else "ended", "tenant_id": record.tenant_id,
-    }  # fmt: skip
+        "id": record.response_id,
+        "object": "response.summary",
+        "kind": record.kind,
+        "model": record.model,
+        "created_at": record.created,
+        "status": "in_progress" if is_running else "ended",
+        "tenant_id": record.tenant_id,
+    }

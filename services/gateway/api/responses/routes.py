@@ -40,10 +40,14 @@ async def create(request: Request) -> Response:
     body, before = await with_conversation(context, body)
     num_dropped = await num_too_many(context, body, before) if body.truncation == "auto" else 0
     reader = None if body.background else context.stage.replica_id
-    record, requests, content = await prepare_response(context, body, before, reader, num_dropped=num_dropped, is_background=body.background)
+    record, requests, content = await prepare_response(
+        context, body, before, reader, num_dropped=num_dropped, is_background=body.background
+    )
     events = ResponseEvents(record, body.asked(requests[0].params))
     if body.background:
-        leave = context.reading.follow(context.tenant.tenant_id) if body.stream else None  # before it is submitted: who is refused has begun nothing
+        leave = (
+            context.reading.follow(context.tenant.tenant_id) if body.stream else None
+        )  # before it is submitted: who is refused has begun nothing
         try:
             await context.pipeline.submit_unread(context.caller, record, requests, content)
         except BaseException:
@@ -52,7 +56,11 @@ async def create(request: Request) -> Response:
             raise
         context.metrics.background.labels(record.served_model).inc()
         context.log_submitted(record, body.user, request.state.request_id)
-        return EventStream(context.store.follow(record, events.asked), on_close=leave) if leave is not None else JSONResponse(events.whole())
+        return (
+            EventStream(context.store.follow(record, events.asked), on_close=leave)
+            if leave is not None
+            else JSONResponse(events.whole())
+        )
     measured = ResponseMeter(context.metrics)
     generation = await context.pipeline.submit(context.caller, record, requests, content)
     context.log_submitted(record, body.user, request.state.request_id)
@@ -61,14 +69,20 @@ async def create(request: Request) -> Response:
 
 
 @router.get("")
-async def list_responses(request: Request, tenant: str = Query("*", max_length=64), limit: int = Query(100, ge=1, le=1000)) -> dict[str, Any]:
+async def list_responses(
+    request: Request, tenant: str = Query("*", max_length=64), limit: int = Query(100, ge=1, le=1000)
+) -> dict[str, Any]:
     """List, for administrators, the running responses of all APIs, the newest first; or those of
     one tenant, by its id, that run or are stored."""
     context = context_of(request)
     check_sees_all(context.tenant)
     found = await running(context.everywhere) if tenant == "*" else await held(context.everywhere, tenant, limit)
     newest = sorted(found, key=lambda each: each[0].created, reverse=True)
-    return {"object": "list", "data": [summary(record, is_running=is_running) for record, is_running in newest[:limit]], "has_more": len(newest) > limit}
+    return {
+        "object": "list",
+        "data": [summary(record, is_running=is_running) for record, is_running in newest[:limit]],
+        "has_more": len(newest) > limit,
+    }
 
 
 @router.post("/input_tokens", openapi_extra=takes(ResponseBody))
@@ -77,12 +91,19 @@ async def input_tokens(request: Request) -> Response:
     context, body = await context_of(request).read(request, ResponseBody)
     body, before = await with_conversation(context, body)
     return await count_tokens(
-        context, request, chat_of(body, before), "response", NAME_HERE, lambda number: {"object": "response.input_tokens", "input_tokens": number}
+        context,
+        request,
+        chat_of(body, before),
+        "response",
+        NAME_HERE,
+        lambda number: {"object": "response.input_tokens", "input_tokens": number},
     )
 
 
 @router.get("/{response_id}")
-async def retrieve(response_id: str, request: Request, stream: bool = False, starting_after: int | None = Query(None, ge=0)) -> Response:
+async def retrieve(
+    response_id: str, request: Request, stream: bool = False, starting_after: int | None = Query(None, ge=0)
+) -> Response:
     """A stored response as it is now; or its events, from the first or after one of them, as they
     were and as they come."""
     context = context_of(request)
@@ -103,7 +124,9 @@ async def retrieve(response_id: str, request: Request, stream: bool = False, sta
             raise
     events = ResponseEvents(record, stored.asked, after=after)
     generation = await context.pipeline.resume(context.tenant, response_id, None, ("response",))
-    return await TranslatedResponder(generation, ResponseMeter(context.metrics, is_resumed=True), context.settings.ping_interval_s, events).stream_resumed()
+    return await TranslatedResponder(
+        generation, ResponseMeter(context.metrics, is_resumed=True), context.settings.ping_interval_s, events
+    ).stream_resumed()
 
 
 @router.post("/{response_id}/cancel")
@@ -116,7 +139,10 @@ async def cancel(response_id: str, request: Request) -> Response:
         return JSONResponse(summary(other, is_running=False))
     record, stored = await context.store.load(context.tenant, response_id, of_all=True)
     if not record.is_background:
-        raise Invalid("Only responses created with background=true can be cancelled: of others, close the connection.", param="response_id")
+        raise Invalid(
+            "Only responses created with background=true can be cancelled: of others, close the connection.",
+            param="response_id",
+        )
     await context.store.cancel(record)
     return json_of((await context.store.read(record, stored)).body())
 
@@ -132,7 +158,11 @@ async def delete(response_id: str, request: Request) -> dict[str, Any]:
 
 @router.get("/{response_id}/input_items")
 async def input_items(
-    response_id: str, request: Request, after: str | None = None, limit: int = Query(20, ge=1, le=100), order: Literal["asc", "desc"] = "desc"
+    response_id: str,
+    request: Request,
+    after: str | None = None,
+    limit: int = Query(20, ge=1, le=100),
+    order: Literal["asc", "desc"] = "desc",
 ) -> dict[str, Any]:
     """The items that the model was given: the conversation before, and the input."""
     context = context_of(request)
@@ -143,7 +173,9 @@ async def input_items(
     if after is not None:
         places = [number for number, item in enumerate(items) if item["id"] == after]
         if not places:
-            raise Invalid(f"no item {after!r} in the input: give the id of one that it has, or leave after out", param="after")
+            raise Invalid(
+                f"no item {after!r} in the input: give the id of one that it has, or leave after out", param="after"
+            )
         items = items[places[0] + 1 :]
     page = items[:limit]
     return {
@@ -160,7 +192,14 @@ async def num_too_many(context: GatewayContext, body: ResponseBody, before: list
     answer; what is left begins with a user's message. The instructions stay. The tokenizer counts,
     a few times: the more is left out, the shorter it is. Raises as any request."""
     items = [*before, *body.input]
-    cuts = [0, *(number for number, item in enumerate(items) if number and item["type"] == "message" and item["role"] == "user")]
+    cuts = [
+        0,
+        *(
+            number
+            for number, item in enumerate(items)
+            if number and item["type"] == "message" and item["role"] == "user"
+        ),
+    ]
     if await _fits(context, body, before, cuts[0]):
         return cuts[0]
     # From the end on: what is counted is never much longer than what fits
@@ -181,6 +220,13 @@ async def _fits(context: GatewayContext, body: ResponseBody, before: list[Json],
     chat = chat_of(body, before, num_dropped=num_dropped)
     with own_terms(NAME_HERE):
         _, [request] = await prepare(context, chat.intent(), "response", context.stage.replica_id)
-    found = await ask_tokenizer(context, request.model, "tokenize", structs.replace(request, params=structs.replace(request.params, max_tokens=0)))
+    found = await ask_tokenizer(
+        context,
+        request.model,
+        "tokenize",
+        structs.replace(request, params=structs.replace(request.params, max_tokens=0)),
+    )
     longest, wanted = found["max_model_len"], body.max_output_tokens or 1
-    return bool(found["count"] + (wanted if wanted < longest else 1) <= longest)  # more than the model's length is cut to what is left
+    return bool(
+        found["count"] + (wanted if wanted < longest else 1) <= longest
+    )  # more than the model's length is cut to what is left

@@ -31,13 +31,23 @@ FIELDS = {
 }
 
 MESSAGES_SCHEMA = {
-    "description": "a conversation: user and assistant, contents as text or as blocks of text, image, tool_use, tool_result, thinking",
+    "description": (
+        "a conversation: user and assistant, contents as text or as blocks of text, image, tool_use, tool_result, "
+        "thinking"
+    ),
     "type": "array",
     "minItems": 1,
     "maxItems": MAX_MESSAGES,
-    "items": {"type": "object", "properties": {"role": {"enum": list(ROLES)}, "content": {}}, "required": ["role", "content"]},
+    "items": {
+        "type": "object",
+        "properties": {"role": {"enum": list(ROLES)}, "content": {}},
+        "required": ["role", "content"],
+    },
 }
-SYSTEM_SCHEMA = {"description": "a text, or blocks of type text", "anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "object"}}]}
+SYSTEM_SCHEMA = {
+    "description": "a text, or blocks of type text",
+    "anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "object"}}],
+}
 
 
 def read_system(value: Any) -> str | None:
@@ -65,10 +75,17 @@ def _as_one(messages: list[Json]) -> Json:
     if len(messages) == 1:
         return messages[0]
     contents = [message["content"] for message in messages if message["content"]]
-    one: Json = {"role": messages[0]["role"], "content": "\n\n".join(each for each in contents if isinstance(each, str))}
+    one: Json = {
+        "role": messages[0]["role"],
+        "content": "\n\n".join(each for each in contents if isinstance(each, str)),
+    }
     if not all(isinstance(each, str) for each in contents):
         lists = [[{"type": "text", "text": each}] if isinstance(each, str) else each for each in contents]
-        one["content"] = [part for number, each in enumerate(lists) for part in ([{"type": "text", "text": "\n\n"}, *each] if number else each)]
+        one["content"] = [
+            part
+            for number, each in enumerate(lists)
+            for part in ([{"type": "text", "text": "\n\n"}, *each] if number else each)
+        ]
     if thoughts := [message["reasoning_content"] for message in messages if "reasoning_content" in message]:
         one["reasoning_content"] = "\n\n".join(thoughts)
     calls = [call for message in messages for call in message.get("tool_calls", ())]
@@ -85,7 +102,11 @@ def _read_message(value: Any, path: str) -> list[Json]:
     blocks = _read_blocks(value.get("content"), role, f"{path}.content")
     if role == "assistant":
         return [_assistant(blocks, "".join(block["text"] for block in blocks if block["type"] == "text"))]
-    results = [{"role": "tool", "tool_call_id": block["tool_use_id"], "content": block["content"]} for block in blocks if block["type"] == "tool_result"]
+    results = [
+        {"role": "tool", "tool_call_id": block["tool_use_id"], "content": block["content"]}
+        for block in blocks
+        if block["type"] == "tool_result"
+    ]
     own = [block for block in blocks if block["type"] != "tool_result"]
     return results + ([{"role": role, "content": content_of(own)}] if own or not results else [])
 
@@ -94,7 +115,10 @@ def content_of(blocks: list[Json]) -> str | list[Json]:
     """A chat's content of blocks of text and images; where there are texts only, one text."""
     if all(block["type"] == "text" for block in blocks):
         return "".join(block["text"] for block in blocks)
-    return [block if block["type"] == "text" else {"type": "image_url", "image_url": {"url": block["url"]}} for block in blocks]
+    return [
+        block if block["type"] == "text" else {"type": "image_url", "image_url": {"url": block["url"]}}
+        for block in blocks
+    ]
 
 
 def _assistant(blocks: list[Json], text: str) -> Json:
@@ -102,7 +126,11 @@ def _assistant(blocks: list[Json], text: str) -> Json:
     if thought := "".join(block["thinking"] for block in blocks if block["type"] == "thinking"):
         message["reasoning_content"] = thought
     calls = [
-        {"id": block["id"], "type": "function", "function": {"name": block["name"], "arguments": orjson.dumps(block["input"]).decode()}}
+        {
+            "id": block["id"],
+            "type": "function",
+            "function": {"name": block["name"], "arguments": orjson.dumps(block["input"]).decode()},
+        }
         for block in blocks
         if block["type"] == "tool_use"
     ]
@@ -122,7 +150,10 @@ def _read_blocks(value: Any, role: str, path: str) -> list[Json]:
 def _read_block(value: Any, role: str, path: str) -> Json:
     kind = value.get("type") if isinstance(value, dict) else None
     if kind not in BLOCKS[role]:
-        raise at(f"{path}.type", f"of the {role}'s blocks, only {', '.join(BLOCKS[role])} are understood, got {shortened(kind)}")
+        raise at(
+            f"{path}.type",
+            f"of the {role}'s blocks, only {', '.join(BLOCKS[role])} are understood, got {shortened(kind)}",
+        )
     tell_others(value, {"type", *FIELDS[kind]}, f"messages{path}" if ".content" in path else f"system{path}")
     if kind == "tool_result":
         content = value.get("content", "")
@@ -133,7 +164,12 @@ def _read_block(value: Any, role: str, path: str) -> Json:
     if kind == "tool_use":
         if not isinstance(value.get("input"), dict):
             raise at(f"{path}.input", f"expected an object, got {kind_of(value.get('input'))}")
-        return {"type": kind, "id": _text(value, "id", path), "name": _text(value, "name", path), "input": value["input"]}
+        return {
+            "type": kind,
+            "id": _text(value, "id", path),
+            "name": _text(value, "name", path),
+            "input": value["input"],
+        }
     field = "data" if kind == "redacted_thinking" else kind
     return {"type": kind, field: _text(value, field, path)}
 

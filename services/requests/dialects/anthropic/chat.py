@@ -15,11 +15,16 @@ from shared.process.errors import Invalid
 TOOL_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 TOOL_FIELDS = ("type", "name", "description", "input_schema", "strict", "cache_control", "eager_input_streaming")
 NAME_HERE = {each.name: name for name, each in parameters_of("anthropic").items()} | {
-    "response_format": "output_config.format", "response_format.json_schema": "output_config.format",
-    "reasoning_effort": "output_config.effort", "chat_template_kwargs": "thinking", "parallel_tool_calls": "tool_choice.disable_parallel_tool_use",
-    "user": "metadata.user_id", "tools[].function": "tools[]", "tools[].function.parameters": "tools[].input_schema",
+    "response_format": "output_config.format",
+    "response_format.json_schema": "output_config.format",
+    "reasoning_effort": "output_config.effort",
+    "chat_template_kwargs": "thinking",
+    "parallel_tool_calls": "tool_choice.disable_parallel_tool_use",
+    "user": "metadata.user_id",
+    "tools[].function": "tools[]",
+    "tools[].function.parameters": "tools[].input_schema",
     "tool_choice.function": "tool_choice",
-}  # fmt: skip
+}
 
 
 def chat_of(body: CountTokensBody) -> ChatCompletionBody:
@@ -55,11 +60,17 @@ def chat_of(body: CountTokensBody) -> ChatCompletionBody:
 
 
 def _refuse_what_is_kept_elsewhere(body: CountTokensBody) -> None:
-    """Refuse a conversation that the server is to hold, and tools that it is to fetch: the answer would be to another question."""
+    """Refuse a conversation that the server is to hold, and tools that it is to fetch: the answer
+    would be to another question.
+    """
     if body.thread is not None and "type" not in body.thread:
         pass_over("thread")
     elif body.thread is not None:
-        raise Invalid("thread: this server keeps no conversations: send all messages, without thread", param="thread", code=NO_THREADS)
+        raise Invalid(
+            "thread: this server keeps no conversations: send all messages, without thread",
+            param="thread",
+            code=NO_THREADS,
+        )
     if body.mcp_servers:
         refuse_server_tool("mcp_servers", "mcp")
 
@@ -70,7 +81,13 @@ def _chat_tools(tools: list[Json]) -> tuple[list[Json], list[str]]:
     pass_over_hosted({f"tools[{number}]": tool.get("type") for number, tool in enumerate(tools) if is_hosted(tool)})
     kept = [(f"tools[{number}]", tool) for number, tool in enumerate(tools) if not is_hosted(tool)]
     for place, tool in kept:
-        pass_over(*(f"{place}.{shortened(key)}" for key, value in tool.items() if key not in TOOL_FIELDS and value is not None))
+        pass_over(
+            *(
+                f"{place}.{shortened(key)}"
+                for key, value in tool.items()
+                if key not in TOOL_FIELDS and value is not None
+            )
+        )
     return [_chat_tool(tool) for _, tool in kept], [place for place, _ in kept]
 
 
@@ -79,7 +96,12 @@ def is_hosted(tool: Json) -> bool:
 
 
 def _chat_tool(tool: Json) -> Json:
-    function = {"name": tool.get("name"), "description": tool.get("description"), "parameters": tool.get("input_schema"), "strict": tool.get("strict")}
+    function = {
+        "name": tool.get("name"),
+        "description": tool.get("description"),
+        "parameters": tool.get("input_schema"),
+        "strict": tool.get("strict"),
+    }
     return {"type": "function", "function": {key: value for key, value in function.items() if value is not None}}
 
 
@@ -88,7 +110,10 @@ def _chat_tool_choice(choice: Json, tools: list[Json]) -> str | Json | None:
         return None
     if choice.get("type") == "tool":
         if hosted := next((tool for tool in tools if is_hosted(tool) and tool.get("name") == choice.get("name")), None):
-            raise Invalid(f"tool_choice: this server runs no tools of its own, such as {shortened(hosted.get('type'))}", param="tool_choice.name")
+            raise Invalid(
+                f"tool_choice: this server runs no tools of its own, such as {shortened(hosted.get('type'))}",
+                param="tool_choice.name",
+            )
         return {"type": "function", "function": {"name": choice.get("name")}}
     if choice.get("type") not in TOOL_CHOICES:
         raise Invalid("tool_choice.type: expected auto, any, tool or none", param="tool_choice.type")

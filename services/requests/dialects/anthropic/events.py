@@ -77,15 +77,25 @@ class MessageEvents:
                 events += self._grow("tool_use", part.arguments)
         if delta.finish_reason is not None:
             self.stop_reason = STOP_REASONS[delta.finish_reason]
-            if self.stop_reason == "end_turn" and any(block["type"] == "tool_use" for block in self.content):  # a chat's named tool ends with stop
+            if self.stop_reason == "end_turn" and any(
+                block["type"] == "tool_use" for block in self.content
+            ):  # a chat's named tool ends with stop
                 self.stop_reason = "tool_use"
             if isinstance(delta.stop_reason, str):
                 self.stop_reason, self.stop_sequence = "stop_sequence", delta.stop_reason
         return events
 
     def closing(self, usage: Usage, told: Json) -> list[Json]:
-        self.usage, self._told = usage_fields(usage.num_prompt_tokens, usage.num_cached_tokens, usage.num_output_tokens), told
-        delta = {"type": "message_delta", "delta": {"stop_reason": self.stop_reason, "stop_sequence": self.stop_sequence}, "usage": self.usage, **told}
+        self.usage, self._told = (
+            usage_fields(usage.num_prompt_tokens, usage.num_cached_tokens, usage.num_output_tokens),
+            told,
+        )
+        delta = {
+            "type": "message_delta",
+            "delta": {"stop_reason": self.stop_reason, "stop_sequence": self.stop_sequence},
+            "usage": self.usage,
+            **told,
+        }
         return [*self._close(), delta, {"type": "message_stop"}]
 
     def failed(self, error: RequestError, _: Usage) -> list[Json]:
@@ -98,7 +108,10 @@ class MessageEvents:
         events = [] if self._is_open and self.content[-1]["type"] == kind else self._open(kind, {})
         self._text.append(text)
         _, name, field = KINDS[kind]
-        return [*events, {"type": "content_block_delta", "index": len(self.content) - 1, "delta": {"type": name, field: text}}]
+        return [
+            *events,
+            {"type": "content_block_delta", "index": len(self.content) - 1, "delta": {"type": name, field: text}},
+        ]
 
     def _open(self, kind: str, own: Json) -> list[Json]:
         events = self._close()
@@ -124,4 +137,9 @@ class MessageEvents:
 
 def usage_fields(num_prompt: int, num_cached: int, num_output: int) -> Json:
     """Anthropic counts what was cached apart."""
-    return {"input_tokens": num_prompt - num_cached, "cache_creation_input_tokens": 0, "cache_read_input_tokens": num_cached, "output_tokens": num_output}
+    return {
+        "input_tokens": num_prompt - num_cached,
+        "cache_creation_input_tokens": 0,
+        "cache_read_input_tokens": num_cached,
+        "output_tokens": num_output,
+    }

@@ -5,7 +5,18 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BeforeValidator, Field, PlainValidator, WithJsonSchema
 
 from services.requests.bodies.body import OF_LLAMA_CPP, Body, Table
-from services.requests.bodies.fields import MAX_INPUTS, MAX_NAME, MAX_SEQUENCES, TokenIds, at, at_most, kind_of, read_token_ids, whole, whole_items
+from services.requests.bodies.fields import (
+    MAX_INPUTS,
+    MAX_NAME,
+    MAX_SEQUENCES,
+    TokenIds,
+    at,
+    at_most,
+    kind_of,
+    read_token_ids,
+    whole,
+    whole_items,
+)
 from services.requests.bodies.parameters import given_values, takes_parameters
 from services.requests.dialects.openai.schemas import MAX_USER, description_of
 from services.requests.dialects.openai.translate import as_llama_reads
@@ -107,18 +118,24 @@ class LlamaBody(Body):
 
     model: str = Field("", max_length=MAX_NAME, description="a served name; may be left out if only one is served")
     stream: bool = Field(False, description="send the answer as it comes; the last event says stop: true")
-    n_predict: int | None = Field(None, ge=-2, description="most tokens of the answer; 0: none, the prompt is cached; -1, -2 or left out: as many as fit")
+    n_predict: int | None = Field(
+        None,
+        ge=-2,
+        description="most tokens of the answer; 0: none, the prompt is cached; -1, -2 or left out: as many as fit",
+    )
     max_tokens: int | None = Field(None, ge=-2, description="n_predict by another name")
     n_cmpl: int | None = Field(None, ge=1, le=MAX_SEQUENCES, description=description_of("n"))
     n_probs: int | None = Field(None, ge=0, description="logprobs of so many of the likeliest tokens at each position")
     return_tokens: bool | None = Field(None, description="the answer has its token ids, as tokens")
     seed: int | None = Field(None, description="-1, or 2^32 - 1: at random")
     stop: str | list[str] | None = Field(None, description=parameter("stop").description)
-    grammar: str | None = Field(None, description="the answer must match this grammar, in llama.cpp's GBNF; not together with json_schema")
-    json_schema: Json | None = Field(None, description="the answer must match this JSON schema")
-    logit_bias: Annotated[Biases | None, PlainValidator(read_biases), WithJsonSchema({"anyOf": [{"type": "array"}, {"type": "object"}]})] = Field(
-        None, description="pairs of a token id or a text and a bias for each of its tokens; false: -100"
+    grammar: str | None = Field(
+        None, description="the answer must match this grammar, in llama.cpp's GBNF; not together with json_schema"
     )
+    json_schema: Json | None = Field(None, description="the answer must match this JSON schema")
+    logit_bias: Annotated[
+        Biases | None, PlainValidator(read_biases), WithJsonSchema({"anyOf": [{"type": "array"}, {"type": "object"}]})
+    ] = Field(None, description="pairs of a token id or a text and a bias for each of its tokens; false: -100")
     response_fields: Annotated[list[str] | None, BeforeValidator(at_most(MAX_FIELDS))] = Field(
         None, description="of the answer only these; a/b is the field b of a, and stands under that whole name"
     )
@@ -140,13 +157,21 @@ class LlamaBody(Body):
         given["max_tokens"] = self.limit or None  # 0 is set later: to a completion it is a mistake
         given["logprobs"] = self.n_probs or None
         given["seed"] = None if self.seed is not None and (self.seed < 0 or self.seed == RANDOM_SEED) else self.seed
-        outputs = {"grammar": self.grammar} if self.grammar else {"json": self.json_schema} if self.json_schema is not None else None
+        outputs = (
+            {"grammar": self.grammar}
+            if self.grammar
+            else {"json": self.json_schema}
+            if self.json_schema is not None
+            else None
+        )
         own = {"model": model, "prompt": prompts, "logit_bias": biases or None, "structured_outputs": outputs}
         return DEFAULTS | {name: value for name, value in (given | own).items() if value is not None}
 
 
 class LlamaCompletionBody(LlamaBody):
-    prompt: Annotated[list[Pieces], PlainValidator(read_prompts), WithJsonSchema({})] = Field(description="a text, token ids, both mixed, or a list of these")
+    prompt: Annotated[list[Pieces], PlainValidator(read_prompts), WithJsonSchema({})] = Field(
+        description="a text, token ids, both mixed, or a list of these"
+    )
 
 
 class Extra(Body):
@@ -161,7 +186,9 @@ class InfillBody(LlamaBody):
 
     input_prefix: str = Field(description="the text before the gap")
     input_suffix: str = Field(description="the text after the gap")
-    input_extra: list[Extra] = Field(default_factory=list, max_length=MAX_EXTRA, description="other files, which come first in the prompt")
+    input_extra: list[Extra] = Field(
+        default_factory=list, max_length=MAX_EXTRA, description="other files, which come first in the prompt"
+    )
     prompt: str = Field("", description="how what fills the gap begins")
 
 
@@ -169,7 +196,9 @@ class LlamaEmbeddingBody(Body):
     neutral: ClassVar[Table] = {"encoding_format": ("float",)}
 
     model: str = Field("", max_length=MAX_NAME, description="a served name; may be left out if only one is served")
-    content: Inputs = Field(None, description="a text, token ids, both mixed, or a list of these: a vector is made of each")
+    content: Inputs = Field(
+        None, description="a text, token ids, both mixed, or a list of these: a vector is made of each"
+    )
     input: Inputs = Field(None, description="content by another name")
     embd_normalize: Literal[-1, 2] = Field(2, description="2: scale each vector to length 1; -1: leave it as it is")
 

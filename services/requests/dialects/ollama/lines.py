@@ -40,7 +40,11 @@ class OllamaLines:
 
     def whole(self) -> Json:
         text, thought = "".join(self._texts), "".join(self._thoughts)
-        return self.done | self._body(text, thought, self._called()) | ({"logprobs": self._logprobs} if self._logprobs else {})
+        return (
+            self.done
+            | self._body(text, thought, self._called())
+            | ({"logprobs": self._logprobs} if self._logprobs else {})
+        )
 
     def encode(self, event: Json) -> bytes:
         return orjson.dumps(event) + b"\n"
@@ -61,7 +65,11 @@ class OllamaLines:
         self._reason = DONE_REASONS.get(delta.finish_reason or "", "stop")
         if not (delta.content or delta.reasoning or logprobs):
             return []
-        return [self._head(is_done=False) | self._body(delta.content, delta.reasoning, []) | ({"logprobs": logprobs} if logprobs else {})]
+        return [
+            self._head(is_done=False)
+            | self._body(delta.content, delta.reasoning, [])
+            | ({"logprobs": logprobs} if logprobs else {})
+        ]
 
     def closing(self, usage: Usage, told: Json) -> list[Json]:
         now = time.monotonic_ns()
@@ -93,7 +101,9 @@ class OllamaLines:
         thinking = {"thinking": thought} if thought else {}
         if not self.is_chat:
             return {"response": text, **thinking}
-        return {"message": {"role": "assistant", "content": text, **thinking, **({"tool_calls": calls} if calls else {})}}
+        return {
+            "message": {"role": "assistant", "content": text, **thinking, **({"tool_calls": calls} if calls else {})}
+        }
 
     def _called(self) -> list[Json]:
         """The calls, but for a last one that was cut off."""

@@ -6,7 +6,16 @@ import orjson
 from pydantic import AfterValidator, Field, PlainValidator, WithJsonSchema
 
 from services.requests.bodies.body import ANYTHING, Body, Table
-from services.requests.bodies.fields import MAX_INPUTS, MAX_NAME, MAX_PARTS, PROMPT_SCHEMA, Prompt, at, kind_of, read_prompt
+from services.requests.bodies.fields import (
+    MAX_INPUTS,
+    MAX_NAME,
+    MAX_PARTS,
+    PROMPT_SCHEMA,
+    Prompt,
+    at,
+    kind_of,
+    read_prompt,
+)
 from services.requests.bodies.ignored import tell_others
 from services.requests.dialects.openai.schemas import MAX_MESSAGES
 from services.requests.dialects.openai.translate import as_llama_reads
@@ -16,16 +25,25 @@ from shared.process.errors import Invalid
 Json = dict[str, Any]
 
 MESSAGE_FIELDS = {"role", "content", "thinking", "tool_calls", "tool_name", "tool_call_id", "images"}
-MESSAGES_SCHEMA = {"type": "array", "items": {"type": "object", "properties": {"role": {"type": "string"}, "content": {"type": "string"}}}}
+MESSAGES_SCHEMA = {
+    "type": "array",
+    "items": {"type": "object", "properties": {"role": {"type": "string"}, "content": {"type": "string"}}},
+}
 
 # What a chat calls an option. The others of Ollama's say how a model is loaded and run there, or
 # nothing to us: they are passed over, as Ollama does
-OPTIONS = {name: each.name for name, each in parameters_of("ollama").items()} | {"mirostat": "mirostat", "tfs_z": "tfs_z"}
+OPTIONS = {name: each.name for name, each in parameters_of("ollama").items()} | {
+    "mirostat": "mirostat",
+    "tfs_z": "tfs_z",
+}
 DEFAULTS = {"temperature": 0.8, "top_k": 40, "top_p": 0.9}  # Ollama's own
 NAME_HERE = {chat: f"options.{name}" for name, chat in OPTIONS.items()} | {
-    "response_format": "format", "response_format.json_schema": "format", "response_format.json_schema.schema": "format",
-    "chat_template_kwargs": "think", "reasoning_effort": "think",
-}  # fmt: skip
+    "response_format": "format",
+    "response_format.json_schema": "format",
+    "response_format.json_schema.schema": "format",
+    "chat_template_kwargs": "think",
+    "reasoning_effort": "think",
+}
 ASK_NOTHING = {"num_predict": (0,), "repeat_penalty": (0,), "typical_p": (1, 0), "mirostat": (0,), "tfs_z": (1,)}
 
 
@@ -57,7 +75,9 @@ def _read_message(value: Any, path: str) -> Json:
         if not isinstance(value.get(key, ""), str):
             raise at(f"{path}.{key}", f"expected a text, got {kind_of(value[key])}")
     names = {"thinking": "reasoning_content", "tool_name": "name", "tool_call_id": "tool_call_id"}
-    message: Json = {"role": value.get("role", ""), "content": value.get("content", "")} | {names[key]: value[key] for key in names if value.get(key)}
+    message: Json = {"role": value.get("role", ""), "content": value.get("content", "")} | {
+        names[key]: value[key] for key in names if value.get(key)
+    }
     if "images" in value:
         message["content"] = with_images(message["content"], value["images"], f"{path}.images")
     calls = value.get("tool_calls", [])
@@ -71,15 +91,25 @@ def with_images(text: str, images: Any, path: str) -> list[Json]:
     """A chat's content: the images, which are base64, then the text."""
     if not isinstance(images, list) or not all(isinstance(each, str) for each in images):
         raise at(path, "expected a list of images in base64")
-    parts = [{"type": "image_url", "image_url": {"url": each if each[:5] == "data:" else f"data:image;base64,{each}"}} for each in images]
+    parts = [
+        {"type": "image_url", "image_url": {"url": each if each[:5] == "data:" else f"data:image;base64,{each}"}}
+        for each in images
+    ]
     return [*parts, {"type": "text", "text": text}]
 
 
 def _read_call(value: Any, path: str) -> Json:
     function = value.get("function") if isinstance(value, dict) else None
-    if not isinstance(function, dict) or not isinstance(function.get("name"), str) or not isinstance(function.get("arguments", {}), dict):
+    if (
+        not isinstance(function, dict)
+        or not isinstance(function.get("name"), str)
+        or not isinstance(function.get("arguments", {}), dict)
+    ):
         raise at(path, "expected a function with a name and arguments")
-    call = {"type": "function", "function": {"name": function["name"], "arguments": orjson.dumps(function.get("arguments", {})).decode()}}
+    call = {
+        "type": "function",
+        "function": {"name": function["name"], "arguments": orjson.dumps(function.get("arguments", {})).decode()},
+    }
     return call | {"id": value["id"]} if isinstance(value.get("id"), str) and value["id"] else call
 
 
@@ -88,12 +118,20 @@ class OllamaBody(Body):
 
     model: str = Field("", max_length=MAX_NAME, description="a served name; may be left out if only one is served")
     stream: bool = Field(True, description="send the answer as it comes, a JSON object a line")
-    options: Json | None = Field(None, description="sampling parameters; those that say how Ollama runs a model are passed over")
+    options: Json | None = Field(
+        None, description="sampling parameters; those that say how Ollama runs a model are passed over"
+    )
     format: Json | str | None = Field(None, description="json, or a JSON schema that the answer must match")
-    think: bool | str | None = Field(None, description="true, false: the template's enable_thinking; a word: a chat's reasoning_effort")
-    keep_alive: Any = Field(None, description="accepted: models stay in memory. 0 without a prompt is answered as Ollama does")
+    think: bool | str | None = Field(
+        None, description="true, false: the template's enable_thinking; a word: a chat's reasoning_effort"
+    )
+    keep_alive: Any = Field(
+        None, description="accepted: models stay in memory. 0 without a prompt is answered as Ollama does"
+    )
     logprobs: bool | None = Field(None, description="the logprob of each token of the text")
-    top_logprobs: int | None = Field(None, description="with logprobs: so many of the likeliest tokens at each position, too")
+    top_logprobs: int | None = Field(
+        None, description="with logprobs: so many of the likeliest tokens at each position, too"
+    )
 
     @property
     def unloads(self) -> bool:
@@ -103,9 +141,15 @@ class OllamaBody(Body):
         """The options, as fields of a chat."""
         tell_others(self.options or {}, OPTIONS, "options")
         given = {name: value for name, value in (self.options or {}).items() if name in OPTIONS and value is not None}
-        asked = {OPTIONS[name]: value for name, value in given.items() if name not in ASK_NOTHING or value not in ASK_NOTHING[name]}
+        asked = {
+            OPTIONS[name]: value
+            for name, value in given.items()
+            if name not in ASK_NOTHING or value not in ASK_NOTHING[name]
+        }
         asked = {name: as_llama_reads(name, value) for name, value in asked.items()}
-        return DEFAULTS | asked | {"logprobs": self.logprobs, "top_logprobs": self.top_logprobs if self.logprobs else None}
+        return (
+            DEFAULTS | asked | {"logprobs": self.logprobs, "top_logprobs": self.top_logprobs if self.logprobs else None}
+        )
 
     def response_format(self) -> Json | None:
         if self.format is None or self.format == "":
@@ -134,7 +178,9 @@ class OllamaGenerateBody(OllamaBody):
     prompt: str = Field("", description="what the model is asked; empty: the answer says that the model is loaded")
     suffix: Annotated[Any, AfterValidator(refuse_suffix)] = Field(None, description="refused, unless it is empty")
     images: list[str] | None = Field(None, description="images in base64, of models that see; not where raw is true")
-    system: str | None = Field(None, description="the system's message before the prompt; without effect where raw is true")
+    system: str | None = Field(
+        None, description="the system's message before the prompt; without effect where raw is true"
+    )
     raw: bool = Field(False, description="true: continue the prompt as it is, without the model's template")
 
 
@@ -148,9 +194,12 @@ class OllamaEmbedBody(Body):
 
     model: str = Field("", max_length=MAX_NAME, description="a served name; may be left out if only one is served")
     input: Annotated[list[Prompt], PlainValidator(read_texts_to_embed), WithJsonSchema(PROMPT_SCHEMA)] = Field(
-        default_factory=list, description="a text, or a list of texts: a vector is made of each; empty: the answer has none"
+        default_factory=list,
+        description="a text, or a list of texts: a vector is made of each; empty: the answer has none",
     )
-    dimensions: int | None = Field(None, ge=1, description="keep only the first so many numbers, of models that are made for it")
+    dimensions: int | None = Field(
+        None, ge=1, description="keep only the first so many numbers, of models that are made for it"
+    )
     truncate: bool | None = Field(None, description="false: refuse an input that is too long; else its end is cut off")
 
 

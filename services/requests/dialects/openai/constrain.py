@@ -26,7 +26,9 @@ class StructuredOutputs(BaseModel):
     grammar: str | None = None
     json_object: bool | None = None
     structural_tag: str | dict[str, Any] | None = None
-    whitespace_pattern: str | None = Field(None, description="a regular expression of what may stand between two parts of a JSON text")
+    whitespace_pattern: str | None = Field(
+        None, description="a regular expression of what may stand between two parts of a JSON text"
+    )
     disable_any_whitespace: bool = False
     disable_fallback: bool | None = None  # there is one engine
 
@@ -38,7 +40,9 @@ class StructuredOutputs(BaseModel):
         return value
 
 
-def constraint_of(response_format: dict[str, Any] | None, structured_outputs: StructuredOutputs | None, guided: Mapping[str, Any]) -> Constraint | None:
+def constraint_of(
+    response_format: dict[str, Any] | None, structured_outputs: StructuredOutputs | None, guided: Mapping[str, Any]
+) -> Constraint | None:
     """The constraint on the answer, by whichever of the fields is there; None: there is none.
     guided: the guided_* fields by name.
 
@@ -51,8 +55,14 @@ def constraint_of(response_format: dict[str, Any] | None, structured_outputs: St
     ]
     given = [constraint for constraint in found if constraint is not None]
     for other in given[1:]:
-        if (other.kind, other.text) != (given[0].kind, given[0].text):  # some clients say one thing under two names, for servers of either kind
-            raise Invalid(f"{given[0].param} and {other.param} say different things of what the answer must match: give one", param=other.param)
+        if (other.kind, other.text) != (
+            given[0].kind,
+            given[0].text,
+        ):  # some clients say one thing under two names, for servers of either kind
+            raise Invalid(
+                f"{given[0].param} and {other.param} say different things of what the answer must match: give one",
+                param=other.param,
+            )
     return given[0] if given else None
 
 
@@ -60,7 +70,9 @@ def _of_response_format(value: dict[str, Any]) -> Constraint | None:
     kind = value.get("type")
     if kind not in FORMATS:
         got = kind_of(kind) if not isinstance(kind, str) else repr(shortened(kind))
-        raise Invalid(f"response_format.type must be one of {', '.join(FORMATS)}, got {got}", param="response_format.type")
+        raise Invalid(
+            f"response_format.type must be one of {', '.join(FORMATS)}, got {got}", param="response_format.type"
+        )
     if kind == "structural_tag":
         return Constraint("structural_tag", to_json(value, "response_format"), "response_format")
     own = {"json_schema": "json_schema", "json_object": "schema"}.get(kind, "type")
@@ -70,7 +82,9 @@ def _of_response_format(value: dict[str, Any]) -> Constraint | None:
     if kind == "json_schema":
         return _of_json_schema(value.get("json_schema"))
     if value.get("schema") is not None:  # llama.cpp's way to say it
-        return Constraint("json_schema", to_json(value["schema"], "response_format.schema"), "response_format.schema", is_lenient=True)
+        return Constraint(
+            "json_schema", to_json(value["schema"], "response_format.schema"), "response_format.schema", is_lenient=True
+        )
     return Constraint("json_object", "", "response_format")
 
 
@@ -87,7 +101,9 @@ def _of_json_schema(value: Any) -> Constraint:
     if "schema" not in value:
         return Constraint("json_object", "", param)
     schema = value["schema"]
-    return Constraint("json_schema", to_json(schema, f"{param}.schema"), f"{param}.schema", is_lenient=value.get("strict") is not True)
+    return Constraint(
+        "json_schema", to_json(schema, f"{param}.schema"), f"{param}.schema", is_lenient=value.get("strict") is not True
+    )
 
 
 def _of_structured_outputs(value: StructuredOutputs) -> list[Constraint | None]:
@@ -130,7 +146,9 @@ def _of_vllm(name: str, value: Any, param: str, whitespace: dict[str, Any]) -> C
     if name == "choice":
         return Constraint("choice", to_json(value, param), param)
     if name == "structural_tag":
-        return Constraint("structural_tag", _checked(value, param) if isinstance(value, str) else to_json(value, param), param)
+        return Constraint(
+            "structural_tag", _checked(value, param) if isinstance(value, str) else to_json(value, param), param
+        )
     kind: Kind = "regex" if name == "regex" else "gbnf" if "::=" in value else "lark"
     return Constraint(kind, value, param)
 

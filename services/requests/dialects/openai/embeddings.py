@@ -6,7 +6,18 @@ from pydantic import FailFast, Field, PlainValidator, WithJsonSchema
 
 from services.requests.bodies.body import ANYTHING, Body
 from services.requests.bodies.content import Content
-from services.requests.bodies.fields import MAX_INPUTS, MAX_NAME, PROMPT_SCHEMA, Prompt, at, at_most, join_parts, read_prompt, read_token_ids, whole_items
+from services.requests.bodies.fields import (
+    MAX_INPUTS,
+    MAX_NAME,
+    PROMPT_SCHEMA,
+    Prompt,
+    at,
+    at_most,
+    join_parts,
+    read_prompt,
+    read_token_ids,
+    whole_items,
+)
 from services.requests.bodies.ignored import tell_others
 from services.requests.dialects.openai.messages import Message
 from services.requests.dialects.openai.schemas import (
@@ -33,7 +44,9 @@ def read_input(value: Any) -> list[Prompt]:
     kinds = {type(each) for each in items} if isinstance(items, list) else set()
     if len(kinds) < 2 and dict not in kinds:
         return read_prompt(items, MAX_INPUTS)
-    return [read_one(each, f"[{index}]" if items is value else "") for index, each in enumerate(at_most(MAX_INPUTS)(items))]
+    return [
+        read_one(each, f"[{index}]" if items is value else "") for index, each in enumerate(at_most(MAX_INPUTS)(items))
+    ]
 
 
 def read_one(value: Any, path: str) -> Prompt:
@@ -50,7 +63,11 @@ def read_one(value: Any, path: str) -> Prompt:
 class EmbeddingBody(Body):
     """Texts, or one conversation, which the model's chat template makes a text."""
 
-    neutral: ClassVar[dict[str, tuple[Any, ...]]] = {"service_tier": ("auto", "default"), "metadata": ANYTHING, "safety_identifier": ANYTHING}
+    neutral: ClassVar[dict[str, tuple[Any, ...]]] = {
+        "service_tier": ("auto", "default"),
+        "metadata": ANYTHING,
+        "safety_identifier": ANYTHING,
+    }
 
     model: str = Field("", max_length=MAX_NAME, description="a served name; may be left out if only one is served")
     input: Annotated[list[Prompt] | None, PlainValidator(read_input), WithJsonSchema(PROMPT_SCHEMA)] = Field(
@@ -59,17 +76,29 @@ class EmbeddingBody(Body):
     messages: Annotated[
         list[Message] | None,
         FailFast(),
-        Field(min_length=1, max_length=MAX_MESSAGES, description="a conversation instead of input: one vector of its rendered text"),
+        Field(
+            min_length=1,
+            max_length=MAX_MESSAGES,
+            description="a conversation instead of input: one vector of its rendered text",
+        ),
     ] = None
     add_generation_prompt: bool = Field(False, description="of messages: end the text as if an answer followed")
     continue_final_message: bool = Field(False, description="of messages: the last one is not over")
-    chat_template: str | None = Field(None, max_length=MAX_TEMPLATE, description="instead of the model's own, where the operator allows it")
+    chat_template: str | None = Field(
+        None, max_length=MAX_TEMPLATE, description="instead of the model's own, where the operator allows it"
+    )
     chat_template_kwargs: dict[str, Any] | None = Field(None, description="of messages: variables of the template")
     encoding_format: Literal["float", "base64"] = Field("float", description="base64: little-endian float32")
-    dimensions: int | None = Field(None, ge=1, description="keep only the first so many numbers, of models that are made for it")
-    pooling: Literal["mean", "last", "cls"] | None = Field(None, description="of all tokens, the last, or the first; by default what the model was made for")
+    dimensions: int | None = Field(
+        None, ge=1, description="keep only the first so many numbers, of models that are made for it"
+    )
+    pooling: Literal["mean", "last", "cls"] | None = Field(
+        None, description="of all tokens, the last, or the first; by default what the model was made for"
+    )
     normalize: bool = Field(True, description="scale each vector to length 1")
-    truncate_prompt_tokens: int | None = Field(None, ge=-1, le=MAX_TOKENS, description="keep an input's first so many tokens; -1: as many as fit")
+    truncate_prompt_tokens: int | None = Field(
+        None, ge=-1, le=MAX_TOKENS, description="keep an input's first so many tokens; -1: as many as fit"
+    )
     priority: int = Field(0, ge=-MAX_PRIORITY, le=MAX_PRIORITY, description="smaller is sooner")
     deadline_s: float | None = Field(None, gt=0, le=MAX_DEADLINE_S, description=description_of("deadline_s"))
     cache_salt: str = Field("", min_length=1, max_length=256, description=description_of("cache_salt"))
@@ -81,7 +110,9 @@ class EmbeddingBody(Body):
 
     def encoding(self) -> EncodingParams:
         """How an input is to be encoded."""
-        return EncodingParams(truncate_prompt_tokens=checked_truncation(self.truncate_prompt_tokens), keeps_beginning=True)
+        return EncodingParams(
+            truncate_prompt_tokens=checked_truncation(self.truncate_prompt_tokens), keeps_beginning=True
+        )
 
     def prompts(self, *, may_bring_template: bool) -> list[dict[str, Any]]:
         """The fields of GenerateRequest that hold the input, for each vector. Raises Invalid."""
@@ -93,8 +124,12 @@ class EmbeddingBody(Body):
         if any(isinstance(message.content, Content) for message in self.messages):
             raise Invalid("embeddings are made of texts: images can't be understood", param="messages")
         chat = ChatCompletionBody.model_construct(
-            model=self.model, messages=self.messages, add_generation_prompt=self.add_generation_prompt, continue_final_message=self.continue_final_message,
-            chat_template=self.chat_template, chat_template_kwargs=self.chat_template_kwargs,
-        )  # fmt: skip
+            model=self.model,
+            messages=self.messages,
+            add_generation_prompt=self.add_generation_prompt,
+            continue_final_message=self.continue_final_message,
+            chat_template=self.chat_template,
+            chat_template_kwargs=self.chat_template_kwargs,
+        )
         options = chat.chat_options(chat.calling(), may_bring_template=may_bring_template)
         return [{"messages": tuple(message.to_wire() for message in self.messages), "chat": options}]

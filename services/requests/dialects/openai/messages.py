@@ -23,7 +23,9 @@ def read_arguments(value: Any) -> str:
     if isinstance(value, dict):
         return orjson.dumps(value).decode()
     if not isinstance(value, str):
-        raise PydanticCustomError("string_type", "{reason}", {"reason": f"expected a JSON object as text, got {kind_of(value)}"})
+        raise PydanticCustomError(
+            "string_type", "{reason}", {"reason": f"expected a JSON object as text, got {kind_of(value)}"}
+        )
     try:
         check_text(value)
     except TooDeep as error:
@@ -69,19 +71,29 @@ class ToolCallBody(Body):
 
 class Prediction(Body):
     type: Literal["content"]
-    content: Annotated[str, BeforeValidator(join_parts), WithJsonSchema(TEXT_SCHEMA)] = Field(description="a text, or parts of type text")
+    content: Annotated[str, BeforeValidator(join_parts), WithJsonSchema(TEXT_SCHEMA)] = Field(
+        description="a text, or parts of type text"
+    )
 
 
 class Message(Body):
     neutral = OF_MESSAGES
 
-    role: str = Field(min_length=1, max_length=64, description="system, user, assistant, tool; others as the model's template takes them")
+    role: str = Field(
+        min_length=1,
+        max_length=64,
+        description="system, user, assistant, tool; others as the model's template takes them",
+    )
     content: Annotated[str | None, PlainValidator(read_content), WithJsonSchema(CONTENT_SCHEMA)] = Field(
         None, description="a text, or parts of type text and, of models that see, image_url"
     )
     name: str | None = Field(None, max_length=MAX_NAME, description="the speaker")
-    tool_calls: Annotated[list[ToolCallBody] | None, BeforeValidator(at_most(MAX_TOOL_CALLS))] = Field(None, description="the assistant's calls")
-    function_call: FunctionCall | None = Field(None, description="the older form of one tool call; its answer is a message of the role function")
+    tool_calls: Annotated[list[ToolCallBody] | None, BeforeValidator(at_most(MAX_TOOL_CALLS))] = Field(
+        None, description="the assistant's calls"
+    )
+    function_call: FunctionCall | None = Field(
+        None, description="the older form of one tool call; its answer is a message of the role function"
+    )
     tool_call_id: str | None = Field(None, max_length=MAX_NAME, description="in a tool's answer: the id of the call")
     reasoning_content: str | None = Field(None, description="the assistant's thoughts before the content")
     reasoning: str | None = Field(None, description="reasoning_content by another name")
@@ -90,8 +102,18 @@ class Message(Body):
     @model_validator(mode="after")
     def _has_something_to_say(self) -> "Message":
         if self.tool_calls and self.role != "assistant":
-            raise PydanticCustomError("at", "{reason}", {"at": ".tool_calls", "reason": f"only an assistant calls functions, not the role {self.role}"})
-        if self.content is None and not (self.tool_calls or self.function_call or self.refusal is not None or self.reasoning_content or self.reasoning):
+            raise PydanticCustomError(
+                "at",
+                "{reason}",
+                {"at": ".tool_calls", "reason": f"only an assistant calls functions, not the role {self.role}"},
+            )
+        if self.content is None and not (
+            self.tool_calls
+            or self.function_call
+            or self.refusal is not None
+            or self.reasoning_content
+            or self.reasoning
+        ):
             raise PydanticCustomError("missing", "Field required", {"at": ".content"})
         return self
 
@@ -99,9 +121,15 @@ class Message(Body):
         """Make the message of the pipeline. parts: of the content, if there are images."""
         calls = tuple(call.to_wire() for call in self.tool_calls or ())
         if self.function_call is not None:
-            calls += (ToolCall(f"call_{self.function_call.name}"[:MAX_NAME], self.function_call.name, self.function_call.arguments),)
+            calls += (
+                ToolCall(
+                    f"call_{self.function_call.name}"[:MAX_NAME], self.function_call.name, self.function_call.arguments
+                ),
+            )
         content = self.content if self.content is not None else self.refusal or ""
         role, call_id = self.role, self.tool_call_id
         if role == "function":
             role, call_id = "tool", f"call_{self.name}"[:MAX_NAME]  # as the call above
-        return ChatMessage(role, str(content), self.name, calls, call_id, self.reasoning_content or self.reasoning, parts)
+        return ChatMessage(
+            role, str(content), self.name, calls, call_id, self.reasoning_content or self.reasoning, parts
+        )

@@ -50,8 +50,18 @@ MAX_USER = 4096
 MAX_DOCUMENTS = 1024
 MAX_TEMPLATE = 64 << 10  # characters
 MAX_TEMPLATE_KWARGS = 64 << 10  # bytes of JSON
-OF_CONVERSATIONS = ("messages", "conversation", "conversations", "tools", "documents", "chat_template", "add_generation_prompt", "continue_final_message",
-                    "return_assistant_tokens_mask")  # fmt: skip  # what chat_template_kwargs can't set: fields of their own, and what renders them
+# what chat_template_kwargs can't set: fields of their own, and what renders them
+OF_CONVERSATIONS = (
+    "messages",
+    "conversation",
+    "conversations",
+    "tools",
+    "documents",
+    "chat_template",
+    "add_generation_prompt",
+    "continue_final_message",
+    "return_assistant_tokens_mask",
+)
 
 MAX_ECHO = 64 << 10  # characters
 MAX_PRIORITY = 100
@@ -70,7 +80,9 @@ class StreamOptions(Body):
         0.0,
         ge=0,
         le=MAX_RESUME_S,
-        description="seconds that the response goes on after its client disconnects; then, unless resumed, it is cancelled",
+        description=(
+            "seconds that the response goes on after its client disconnects; then, unless resumed, it is cancelled"
+        ),
     )
 
 
@@ -85,9 +97,15 @@ class GenerateBody(Body):
     max_tokens: int | None = Field(None, ge=-2, description=parameter("max_tokens").description)
     n_predict: int | None = Field(None, ge=-2, description="llama.cpp's name of max_tokens")
     seed: int | None = Field(None, ge=-(1 << 63), lt=1 << 64, description=parameter("seed").description)
-    stop: Annotated[str | list[str] | None, BeforeValidator(read_stop(MAX_STOP_STRINGS))] = Field(None, description=parameter("stop").description)
-    response_format: dict[str, Any] | None = Field(None, description="OpenAI's: of type text, json_object or json_schema; or vLLM's, of type structural_tag")
-    structured_outputs: StructuredOutputs | None = Field(None, description="vLLM's: one of json, regex, choice, grammar, json_object, structural_tag")
+    stop: Annotated[str | list[str] | None, BeforeValidator(read_stop(MAX_STOP_STRINGS))] = Field(
+        None, description=parameter("stop").description
+    )
+    response_format: dict[str, Any] | None = Field(
+        None, description="OpenAI's: of type text, json_object or json_schema; or vLLM's, of type structural_tag"
+    )
+    structured_outputs: StructuredOutputs | None = Field(
+        None, description="vLLM's: one of json, regex, choice, grammar, json_object, structural_tag"
+    )
     guided_json: str | dict[str, Any] | None = Field(None, description="vLLM's older name of structured_outputs.json")
     guided_regex: str | None = Field(None, description="vLLM's older name of structured_outputs.regex")
     guided_choice: list[str] | None = Field(None, description="vLLM's older name of structured_outputs.choice")
@@ -104,25 +122,45 @@ class GenerateBody(Body):
         False,
         description="search with best_of beams; takes no other sampling parameters, no tools, no grammar, no stream",
     )
-    length_penalty: float | None = Field(None, ge=-10.0, le=10.0, description="for a beam search: scores are divided by length to this power")
-    early_stopping: bool | Literal["never"] | None = Field(None, description="for a beam search: when to stop looking for answers, as in transformers")
-    truncate_prompt_tokens: int | None = Field(None, ge=-1, le=MAX_TOKENS, description="keep the prompt's last so many tokens; -1: as many as fit")
-    add_special_tokens: bool | None = Field(None, description="add a BOS and the like; by default for prompts, not for chats, whose template brings its own")
-    parse_special_tokens: bool | None = Field(None, description="read special tokens that are spelt in texts as tokens; by default in prompts, not in chats")
+    length_penalty: float | None = Field(
+        None, ge=-10.0, le=10.0, description="for a beam search: scores are divided by length to this power"
+    )
+    early_stopping: bool | Literal["never"] | None = Field(
+        None, description="for a beam search: when to stop looking for answers, as in transformers"
+    )
+    truncate_prompt_tokens: int | None = Field(
+        None, ge=-1, le=MAX_TOKENS, description="keep the prompt's last so many tokens; -1: as many as fit"
+    )
+    add_special_tokens: bool | None = Field(
+        None, description="add a BOS and the like; by default for prompts, not for chats, whose template brings its own"
+    )
+    parse_special_tokens: bool | None = Field(
+        None, description="read special tokens that are spelt in texts as tokens; by default in prompts, not in chats"
+    )
     return_token_ids: bool = Field(False, description="token_ids in each choice or chunk, and prompt_token_ids once")
     return_tokens_as_token_ids: bool = Field(False, description="logprobs name a token token_id:<id>")
     prompt_logprobs: int | None = Field(None, description=parameter("prompt_logprobs").description)
-    priority: int = Field(0, ge=-MAX_PRIORITY, le=MAX_PRIORITY, description="smaller is sooner; batch work takes 1 and above")
+    priority: int = Field(
+        0, ge=-MAX_PRIORITY, le=MAX_PRIORITY, description="smaller is sooner; batch work takes 1 and above"
+    )
     deadline_s: float | None = Field(
         None,
         gt=0,
         le=MAX_DEADLINE_S,
         description="seconds within which the request must begin; else it fails with deadline_exceeded",
     )
-    timings_per_token: bool = Field(False, description="llama.cpp's: the answer and each chunk have timings; not of batches")
-    cache_salt: str = Field("", min_length=1, max_length=256, description="only requests with the same salt share cached prefixes")
-    prompt_cache_key: str = Field("", max_length=256, description="the same as cache_salt; with both, requests with the same pair share")
-    prompt_modules: UsedModules | None = Field(None, description="modules at the beginning of the prompt, or of the first user's message; see UsedModules")
+    timings_per_token: bool = Field(
+        False, description="llama.cpp's: the answer and each chunk have timings; not of batches"
+    )
+    cache_salt: str = Field(
+        "", min_length=1, max_length=256, description="only requests with the same salt share cached prefixes"
+    )
+    prompt_cache_key: str = Field(
+        "", max_length=256, description="the same as cache_salt; with both, requests with the same pair share"
+    )
+    prompt_modules: UsedModules | None = Field(
+        None, description="modules at the beginning of the prompt, or of the first user's message; see UsedModules"
+    )
     user: str | None = Field(None, max_length=MAX_USER, description="goes into the log, to help find abuse")
 
     @model_validator(mode="after")
@@ -139,7 +177,9 @@ class GenerateBody(Body):
                 setattr(self, name, given)
         return self
 
-    def sampling_params(self, *, max_tokens: int | None, logprobs: int | None, prompt_logprobs: int | None) -> SamplingParams:
+    def sampling_params(
+        self, *, max_tokens: int | None, logprobs: int | None, prompt_logprobs: int | None
+    ) -> SamplingParams:
         """The parameters, checked. Fields left out or null take their defaults. The seed is set for
         each choice later."""
         if self.prompt_modules is not None:
@@ -157,7 +197,9 @@ class GenerateBody(Body):
         stops = [self.stop] if isinstance(self.stop, str) else self.stop or []
         return params_of(
             self,
-            max_tokens=None if max_tokens is None or max_tokens < 0 else min(max_tokens, MAX_TOKENS),  # the tokenizer cuts what is too much
+            max_tokens=None
+            if max_tokens is None or max_tokens < 0
+            else min(max_tokens, MAX_TOKENS),  # the tokenizer cuts what is too much
             seed=None,
             stop=tuple(filter(None, stops)),
             logprobs=logprobs,
@@ -178,11 +220,15 @@ class GenerateBody(Body):
         options = self.stream_options or StreamOptions()
         salt = "\0".join((self.cache_salt, self.prompt_cache_key)) if self.prompt_cache_key else self.cache_salt
         scheduling = SchedulingParams(self.priority, cache_salt=salt)
-        encoding = EncodingParams(self.add_special_tokens, self.parse_special_tokens, checked_truncation(self.truncate_prompt_tokens))
+        encoding = EncodingParams(
+            self.add_special_tokens, self.parse_special_tokens, checked_truncation(self.truncate_prompt_tokens)
+        )
         picks = not self.use_beam_search and self.num_sequences > self.n
         num_all = len(requests) * (self.best_of or self.n)
         if num_all > MAX_SEQUENCES:
-            raise Invalid(f"at most {MAX_SEQUENCES} prompts times n (or best_of) in one request, got {num_all}", param="n")
+            raise Invalid(
+                f"at most {MAX_SEQUENCES} prompts times n (or best_of) in one request, got {num_all}", param="n"
+            )
         return Intent(
             record=ResponseRecord(
                 "",
@@ -224,7 +270,10 @@ class GenerateBody(Body):
 
     def constraint(self) -> Constraint | None:
         """The constraint that the answer must match. Raises Invalid."""
-        guided = {name: getattr(self, name) for name in ("guided_json", "guided_regex", "guided_choice", "guided_grammar", "json_schema")}
+        guided = {
+            name: getattr(self, name)
+            for name in ("guided_json", "guided_regex", "guided_choice", "guided_grammar", "json_schema")
+        }
         guided["grammar"] = self.grammar or None
         return constraint_of(self.response_format, self.structured_outputs, guided)
 
@@ -240,7 +289,9 @@ class GenerateBody(Body):
         if self.stream and self.use_beam_search:
             raise Invalid("a beam search can't be streamed: its answer is not known before its end", param="stream")
         if self.stream and self.num_sequences > self.n:
-            raise Invalid("with best_of above n there is no stream: the best are not known before their end", param="stream")
+            raise Invalid(
+                "with best_of above n there is no stream: the best are not known before their end", param="stream"
+            )
         for name in ("length_penalty", "early_stopping"):
             if getattr(self, name) not in (None, False, 1.0) and not self.use_beam_search:
                 raise Invalid(f"{name} is for beam searches: set use_beam_search to true", param=name)
@@ -270,17 +321,31 @@ class ChatCompletionBody(GenerateBody):
     ]
     echo: bool = Field(
         False,
-        description="the answer begins with the last message, if that is the assistant's, as with continue_final_message",
+        description=(
+            "the answer begins with the last message, if that is the assistant's, as with continue_final_message"
+        ),
     )
     max_completion_tokens: int | None = Field(None, ge=-2, description="max_tokens by its newer name")
     logprobs: bool | None = Field(None, description="the logprob of each token of the text")
-    top_logprobs: int | None = Field(None, description="with logprobs: so many of the likeliest tokens at each position, too")
-    tools: Tools | None = Field(None, description=f"up to {MAX_TOOLS} functions and custom tools that the model may call")
-    tool_choice: ToolChoice | None = Field(None, description="none, auto, required, a function, or allowed_tools; by default auto with tools")
+    top_logprobs: int | None = Field(
+        None, description="with logprobs: so many of the likeliest tokens at each position, too"
+    )
+    tools: Tools | None = Field(
+        None, description=f"up to {MAX_TOOLS} functions and custom tools that the model may call"
+    )
+    tool_choice: ToolChoice | None = Field(
+        None, description="none, auto, required, a function, or allowed_tools; by default auto with tools"
+    )
     parallel_tool_calls: bool | None = Field(None, description="false: at most one call")
-    functions: Annotated[list[Function] | None, BeforeValidator(at_most(MAX_TOOLS))] = Field(None, description="the older name of tools")
-    function_call: Annotated[Any, AfterValidator(read_function_call)] = Field(None, description="the older name of tool_choice")
-    prediction: Prediction | None = Field(None, description="the answer as it is expected, such as a file with changes: what holds of it comes faster")
+    functions: Annotated[list[Function] | None, BeforeValidator(at_most(MAX_TOOLS))] = Field(
+        None, description="the older name of tools"
+    )
+    function_call: Annotated[Any, AfterValidator(read_function_call)] = Field(
+        None, description="the older name of tool_choice"
+    )
+    prediction: Prediction | None = Field(
+        None, description="the answer as it is expected, such as a file with changes: what holds of it comes faster"
+    )
     include_reasoning: bool = Field(True, description="false: the answer leaves out the model's thoughts")
     reasoning_effort: str | None = Field(
         None,
@@ -289,8 +354,12 @@ class ChatCompletionBody(GenerateBody):
     )
     verbosity: str | None = Field(None, pattern=r"^[a-z]{0,16}$", description="a variable of the template")
     chat_template_kwargs: dict[str, Any] | None = Field(None, description="further variables of the template")
-    chat_template: str | None = Field(None, max_length=MAX_TEMPLATE, description="instead of the model's own, where the operator allows it")
-    documents: Annotated[list[dict[str, Any]] | None, BeforeValidator(at_most(MAX_DOCUMENTS))] = Field(None, description="a variable of the template")
+    chat_template: str | None = Field(
+        None, max_length=MAX_TEMPLATE, description="instead of the model's own, where the operator allows it"
+    )
+    documents: Annotated[list[dict[str, Any]] | None, BeforeValidator(at_most(MAX_DOCUMENTS))] = Field(
+        None, description="a variable of the template"
+    )
     add_generation_prompt: bool = Field(True, description="the prompt ends as if an answer followed")
     continue_final_message: bool = Field(False, description="the last message is not over: the answer goes on with it")
 
@@ -309,14 +378,24 @@ class ChatCompletionBody(GenerateBody):
     def may_think(self) -> bool:
         """Whether the request leaves it to the model."""
         kwargs = self.chat_template_kwargs or {}
-        return self.reasoning_effort != "none" and kwargs.get("enable_thinking") is not False and kwargs.get("thinking") is not False
+        return (
+            self.reasoning_effort != "none"
+            and kwargs.get("enable_thinking") is not False
+            and kwargs.get("thinking") is not False
+        )
 
-    def chat_options(self, calling: Calling, *, may_bring_template: bool, begins_with_call: bool = False) -> ChatOptions:
+    def chat_options(
+        self, calling: Calling, *, may_bring_template: bool, begins_with_call: bool = False
+    ) -> ChatOptions:
         """The template's arguments besides the messages. begins_with_call: the answer has no room
         for a thought. Raises Invalid."""
         if self.chat_template is not None and not may_bring_template:
             raise no_template()
-        if self.continue_final_message and self.add_generation_prompt and "add_generation_prompt" in self.model_fields_set:
+        if (
+            self.continue_final_message
+            and self.add_generation_prompt
+            and "add_generation_prompt" in self.model_fields_set
+        ):
             raise Invalid(
                 "continue_final_message and add_generation_prompt exclude each other: set one of them to false",
                 param="continue_final_message",
@@ -329,8 +408,16 @@ class ChatCompletionBody(GenerateBody):
             kwargs |= {"enable_thinking": False, "thinking": False}
         kwargs |= self.chat_template_kwargs or {}
         if reserved := next((name for name in kwargs if name in OF_CONVERSATIONS), None):
-            raise Invalid(f"chat_template_kwargs can't set {reserved}: leave it out", param=f"chat_template_kwargs.{reserved}")
-        packed = orjson.dumps({name: value for name, value in kwargs.items() if value is not None or name in (self.chat_template_kwargs or {})}).decode()
+            raise Invalid(
+                f"chat_template_kwargs can't set {reserved}: leave it out", param=f"chat_template_kwargs.{reserved}"
+            )
+        packed = orjson.dumps(
+            {
+                name: value
+                for name, value in kwargs.items()
+                if value is not None or name in (self.chat_template_kwargs or {})
+            }
+        ).decode()
         if len(packed) > MAX_TEMPLATE_KWARGS:
             raise Invalid(
                 f"chat_template_kwargs takes at most {MAX_TEMPLATE_KWARGS} bytes of JSON, got {len(packed)}",
@@ -368,12 +455,18 @@ class ChatCompletionBody(GenerateBody):
             has_reasoning=self.include_reasoning,
             echoed=echoed,
         )
-        unthinking = self.chat_options(calling, may_bring_template=True, begins_with_call=True) if calling.is_forced else options
+        unthinking = (
+            self.chat_options(calling, may_bring_template=True, begins_with_call=True) if calling.is_forced else options
+        )
         given = made.given if self.max_completion_tokens is None else made.given | {"max_tokens"}
         return replace(made, given=given, chat=ChatIntent(self.messages, calling, self.may_think, unthinking))
 
     def params(self) -> SamplingParams:
-        if self.max_tokens is not None and self.max_completion_tokens is not None and self.max_tokens != self.max_completion_tokens:
+        if (
+            self.max_tokens is not None
+            and self.max_completion_tokens is not None
+            and self.max_tokens != self.max_completion_tokens
+        ):
             raise Invalid("max_tokens and max_completion_tokens differ: give one", param="max_tokens")
         if self.use_beam_search and self.calling().mode != "none":
             raise Invalid("tools is not available with use_beam_search: leave it out", param="tools")
@@ -388,27 +481,40 @@ class ChatCompletionBody(GenerateBody):
 
 def no_template() -> Invalid:
     """The refusal of a chat's own template."""
-    reason = "chat_template is not allowed here: leave it out, or ask the operator to start with --trust-request-chat-template"
+    reason = (
+        "chat_template is not allowed here: leave it out, or ask the operator to start with "
+        "--trust-request-chat-template"
+    )
     return Invalid(reason, param="chat_template")
 
 
 def checked_truncation(num_tokens: int | None) -> int | None:
     """Raises Invalid for 0."""
     if num_tokens == 0:
-        raise Invalid("truncate_prompt_tokens must be at least 1, or -1 for as many as fit, got 0", param="truncate_prompt_tokens")
+        raise Invalid(
+            "truncate_prompt_tokens must be at least 1, or -1 for as many as fit, got 0", param="truncate_prompt_tokens"
+        )
     return num_tokens
 
 
 class CompletionBody(GenerateBody):
     neutral = OF_COMPLETIONS
 
-    prompt: Annotated[list[Prompt], PlainValidator(read_prompt), WithJsonSchema(PROMPT_SCHEMA)] = Field(description="a text, token ids, or lists of them")
+    prompt: Annotated[list[Prompt], PlainValidator(read_prompt), WithJsonSchema(PROMPT_SCHEMA)] = Field(
+        description="a text, token ids, or lists of them"
+    )
     suffix: str | None = Field(
         None,
-        description="the text behind the gap that the answer fills, for models with tokens for infilling; not in batches",
+        description=(
+            "the text behind the gap that the answer fills, for models with tokens for infilling; not in batches"
+        ),
     )
-    logprobs: int | None = Field(None, description="logprobs of each token, and of so many of the likeliest at each position")
-    echo: bool = Field(False, description="begin with the prompt; with logprobs, with its logprobs; max_tokens may then be 0")
+    logprobs: int | None = Field(
+        None, description="logprobs of each token, and of so many of the likeliest at each position"
+    )
+    echo: bool = Field(
+        False, description="begin with the prompt; with logprobs, with its logprobs; max_tokens may then be 0"
+    )
 
     def params(self) -> SamplingParams:
         if self.max_tokens == 0 and not self.echo and self.prompt_logprobs is None:
@@ -416,7 +522,9 @@ class CompletionBody(GenerateBody):
                 "max_tokens may be 0 only with echo or prompt_logprobs: else there is nothing to answer",
                 param="max_tokens",
             )
-        of_prompt = max((each for each in (self.prompt_logprobs, self.num_echo_logprobs) if each is not None), default=None)
+        of_prompt = max(
+            (each for each in (self.prompt_logprobs, self.num_echo_logprobs) if each is not None), default=None
+        )
         max_tokens = 16 if self.max_tokens is None else self.max_tokens
         return self.sampling_params(max_tokens=max_tokens, logprobs=self.logprobs, prompt_logprobs=of_prompt)
 

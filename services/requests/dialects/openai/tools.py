@@ -24,19 +24,30 @@ MAX_FORCED_CALLS = 16  # in an answer that has to call
 # may go on with white space for ever
 SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 NAME_PATTERN = r"^[A-Za-z0-9_.-]{1,128}$"
-TAKES_TEXT: dict[str, Any] = {"type": "object", "properties": {INPUT: {"type": "string"}}, "required": [INPUT]}  # a custom tool's function
-# Types of tools that a server would run, and without which the answer is to another question: others, such as web_search,
+TAKES_TEXT: dict[str, Any] = {
+    "type": "object",
+    "properties": {INPUT: {"type": "string"}},
+    "required": [INPUT],
+}  # a custom tool's function
+# Types of tools that a server would run, and without which the answer is to another question:
+# others, such as web_search,
 # are added by agents of themselves
 OF_THE_CLIENTS_OWN = ("mcp", "mcp_toolset", "file_search")
 NO_ARGUMENTS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 
 
 class Function(Body):
-    name: str = Field(pattern=NAME_PATTERN, description="by which the model calls it: 1 to 128 letters, digits, dots, - and _")
+    name: str = Field(
+        pattern=NAME_PATTERN, description="by which the model calls it: 1 to 128 letters, digits, dots, - and _"
+    )
     description: str | None = Field(None, description="told to the model by its template")
     parameters: dict[str, Any] | None = Field(None, description="a JSON schema; by default no parameters")
     strict: bool | None = Field(
-        None, description="true: a schema that can't be enforced in full is an error, and in some forms calls that the model chooses match it"
+        None,
+        description=(
+            "true: a schema that can't be enforced in full is an error, and in some forms calls that the model "
+            "chooses match it"
+        ),
     )
 
 
@@ -72,7 +83,11 @@ class CustomTool(Body):
     @property
     def function(self) -> Function:
         grammar = self.custom.format.grammar if self.custom.format is not None else None
-        hint = f"The input must match this {grammar.syntax} grammar:\n{grammar.definition}" if grammar is not None else None
+        hint = (
+            f"The input must match this {grammar.syntax} grammar:\n{grammar.definition}"
+            if grammar is not None
+            else None
+        )
         description = "\n\n".join(text for text in (self.custom.description, hint) if text) or None
         return Function(name=self.custom.name, description=description, parameters=TAKES_TEXT)
 
@@ -105,7 +120,9 @@ class NamedTool(Body):
 
 class AllowedTools(Body):
     mode: Literal["auto", "required"] = Field(description="whether the model may call one of them, or must")
-    tools: Annotated[list[NamedTool], BeforeValidator(at_most(MAX_TOOLS))] = Field(description="the tools that it may call, by name")
+    tools: Annotated[list[NamedTool], BeforeValidator(at_most(MAX_TOOLS))] = Field(
+        description="the tools that it may call, by name"
+    )
 
 
 class AllowedChoice(Body):
@@ -120,17 +137,32 @@ def kind_of_choice(value: Any) -> str:
 
 
 ToolChoice = Annotated[
-    Annotated[Literal["none", "auto", "required"], Tag("word")] | Annotated[NamedTool, Tag("named")] | Annotated[AllowedChoice, Tag("allowed")],
-    Discriminator(kind_of_choice, custom_error_type="invalid_choice", custom_error_message="expected none, auto, required, or an object that names a function"),
+    Annotated[Literal["none", "auto", "required"], Tag("word")]
+    | Annotated[NamedTool, Tag("named")]
+    | Annotated[AllowedChoice, Tag("allowed")],
+    Discriminator(
+        kind_of_choice,
+        custom_error_type="invalid_choice",
+        custom_error_message="expected none, auto, required, or an object that names a function",
+    ),
 ]
 
 
 def kind_of_tool(value: Any) -> str:
     kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
-    return "hosted" if isinstance(kind, str) and kind not in ("function", "custom") else "free" if kind == "custom" else "own"
+    return (
+        "hosted"
+        if isinstance(kind, str) and kind not in ("function", "custom")
+        else "free"
+        if kind == "custom"
+        else "own"
+    )
 
 
-AnyTool = Annotated[Annotated[Tool, Tag("own")] | Annotated[CustomTool, Tag("free")] | Annotated[HostedTool, Tag("hosted")], Discriminator(kind_of_tool)]
+AnyTool = Annotated[
+    Annotated[Tool, Tag("own")] | Annotated[CustomTool, Tag("free")] | Annotated[HostedTool, Tag("hosted")],
+    Discriminator(kind_of_tool),
+]
 Tools = Annotated[list[AnyTool], BeforeValidator(at_most(MAX_TOOLS))]
 
 
@@ -153,7 +185,9 @@ class Calling:
         """The tools as JSON, for the template."""
         if not self.tools:
             return ""
-        return orjson.dumps([{"type": "function", "function": tool.function.model_dump(exclude_none=True)} for tool in self.tools]).decode()
+        return orjson.dumps(
+            [{"type": "function", "function": tool.function.model_dump(exclude_none=True)} for tool in self.tools]
+        ).decode()
 
     def parsing(self, tool_calls: str, reasoning: str, *, may_think: bool = True) -> Parsing:
         """How an answer is read, by the names of the model's parsers; empty: it has none."""
@@ -164,7 +198,14 @@ class Calling:
         max_calls = 0 if self.is_parallel else 1
         if self.is_forced:  # what is not a thought is calls, from its first character on
             form = "calls" if self.mode == "required" else "arguments"
-            return Parsing(reasoning if may_think or reasoning == HARMONY else "", form, names, max_calls, customs=customs, is_legacy=self.is_legacy)
+            return Parsing(
+                reasoning if may_think or reasoning == HARMONY else "",
+                form,
+                names,
+                max_calls,
+                customs=customs,
+                is_legacy=self.is_legacy,
+            )
         texts = text_parameters(self.callable) if tool_calls == XML else ()
         return Parsing(reasoning, tool_calls, names if tool_calls else (), max_calls, texts, customs, self.is_legacy)
 
@@ -186,7 +227,10 @@ class Calling:
 
     def offers(self) -> list["ToolOffer"]:
         numbers = {tool.function.name: number for number, tool in enumerate(self.tools)}
-        return [ToolOffer(tool.function.name, schema_of(tool), f"tools[{numbers[tool.function.name]}].function.parameters") for tool in self.callable]
+        return [
+            ToolOffer(tool.function.name, schema_of(tool), f"tools[{numbers[tool.function.name]}].function.parameters")
+            for tool in self.callable
+        ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,7 +278,12 @@ def hermes_tags(offers: Sequence[ToolOffer]) -> dict[str, Any]:
 
 def list_tags(marker: str, offers: Sequence[ToolOffer]) -> dict[str, Any]:
     """A list of calls behind a marker."""
-    calls = {"type": "tags_with_separator", "tags": [tagged(offer, json_head(offer), "}") for offer in offers], "separator": ", ", "at_least_one": True}
+    calls = {
+        "type": "tags_with_separator",
+        "tags": [tagged(offer, json_head(offer), "}") for offer in offers],
+        "separator": ", ",
+        "at_least_one": True,
+    }
     return {"type": "tag", "begin": f"{marker}[", "content": calls, "end": "]"}
 
 
@@ -249,7 +298,11 @@ def mistral_tags(offers: Sequence[ToolOffer]) -> dict[str, Any]:
 
 
 # By the name of the form, of those in which a marker says that a call begins, and JSON follows
-TAGS: dict[str, Callable[[Sequence[ToolOffer]], dict[str, Any]]] = {"hermes": hermes_tags, "granite": granite_tags, "mistral": mistral_tags}
+TAGS: dict[str, Callable[[Sequence[ToolOffer]], dict[str, Any]]] = {
+    "hermes": hermes_tags,
+    "granite": granite_tags,
+    "mistral": mistral_tags,
+}
 
 
 def text_parameters(tools: Sequence[Tool | CustomTool]) -> list[str]:
@@ -264,7 +317,8 @@ def text_parameters(tools: Sequence[Tool | CustomTool]) -> list[str]:
 
 
 def pass_over_hosted(kinds: Mapping[str, Any]) -> None:
-    """Pass over tools that another API's servers run; of each, by its place in the body, its type. Raises Invalid for one
+    """Pass over tools that another API's servers run; of each, by its place in the body, its type.
+    Raises Invalid for one
     that brings data or programs of the client's own, and for any with --strict-fields."""
     for place, kind in kinds.items():
         if kind in OF_THE_CLIENTS_OWN:
@@ -273,27 +327,40 @@ def pass_over_hosted(kinds: Mapping[str, Any]) -> None:
 
 
 def refuse_server_tool(place: str, kind: str) -> NoReturn:
-    reason = f"{place}: this server runs no tools of the type {kind}: give the model functions, and run them in the client"
+    reason = (
+        f"{place}: this server runs no tools of the type {kind}: give the model functions, and run them in the client"
+    )
     raise Invalid(reason, param=place)
 
 
 def without_hosted(tools: Sequence[Tool | CustomTool | HostedTool]) -> tuple[Tool | CustomTool, ...]:
     """The tools that the client runs. Raises Invalid as pass_over_hosted."""
-    pass_over_hosted({f"tools[{number}]": tool.type for number, tool in enumerate(tools) if isinstance(tool, HostedTool)})
+    pass_over_hosted(
+        {f"tools[{number}]": tool.type for number, tool in enumerate(tools) if isinstance(tool, HostedTool)}
+    )
     return tuple(tool for tool in tools if not isinstance(tool, HostedTool))
 
 
-def resolve_calling(given: Sequence[Tool | CustomTool | HostedTool] | None, choice: Any, is_parallel: bool | None) -> Calling:
+def resolve_calling(
+    given: Sequence[Tool | CustomTool | HostedTool] | None, choice: Any, is_parallel: bool | None
+) -> Calling:
     """Raises Invalid."""
     tools = without_hosted(given or ())
     by_name = {tool.function.name: tool for tool in tools}
     if len(by_name) < len(tools):
-        doubled = next(tool.function.name for number, tool in enumerate(tools) if tool in tools[:number] or by_name[tool.function.name] is not tool)
+        doubled = next(
+            tool.function.name
+            for number, tool in enumerate(tools)
+            if tool in tools[:number] or by_name[tool.function.name] is not tool
+        )
         raise Invalid(f"tools has two functions named {doubled}", param="tools")
     if not tools:
         if choice in (None, "none", "auto"):
             return Calling()
-        raise Invalid("tool_choice is for tools: there are none that the client runs, and this server runs none", param="tool_choice")
+        raise Invalid(
+            "tool_choice is for tools: there are none that the client runs, and this server runs none",
+            param="tool_choice",
+        )
     parallel = is_parallel is not False
     if choice == "none":
         return Calling()
@@ -304,7 +371,9 @@ def resolve_calling(given: Sequence[Tool | CustomTool | HostedTool] | None, choi
     if isinstance(choice, NamedTool):
         return Calling(tools, "named", (find(by_name, choice),), parallel)
     assert isinstance(choice, AllowedChoice)
-    allowed = tuple({tool.function.name: tool for tool in (find(by_name, each) for each in choice.allowed_tools.tools)}.values())
+    allowed = tuple(
+        {tool.function.name: tool for tool in (find(by_name, each) for each in choice.allowed_tools.tools)}.values()
+    )
     if not allowed:
         raise Invalid("tool_choice.allowed_tools allows none: choose none", param="tool_choice")
     return Calling(tools, choice.allowed_tools.mode, allowed, parallel)
@@ -312,5 +381,7 @@ def resolve_calling(given: Sequence[Tool | CustomTool | HostedTool] | None, choi
 
 def find(by_name: dict[str, Tool | CustomTool], named: NamedTool) -> Tool | CustomTool:
     if named.function.name not in by_name:
-        raise Invalid(f"tool_choice names the function {named.function.name}, which is not among the tools", param="tool_choice")
+        raise Invalid(
+            f"tool_choice names the function {named.function.name}, which is not among the tools", param="tool_choice"
+        )
     return by_name[named.function.name]

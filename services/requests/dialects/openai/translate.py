@@ -33,7 +33,9 @@ def as_llama_reads(name: str, value: Any) -> Any:
     return min(max(value, low), high)
 
 
-def make_chat(given: Json, names: dict[str, str], place_of: Callable[[int], str], place_of_tool: Callable[[int], str]) -> ChatCompletionBody:
+def make_chat(
+    given: Json, names: dict[str, str], place_of: Callable[[int], str], place_of_tool: Callable[[int], str]
+) -> ChatCompletionBody:
     """The body of a chat, checked; fields that are None are not given. Raises Invalid in the other
     API's terms.
 
@@ -76,7 +78,9 @@ def own_terms(names: dict[str, str]) -> Iterator[None]:
             yield
     except Invalid as error:
         here = name_of(error.param or "", names)
-        raise Invalid(told_of(str(error), error.param, here), param=here or None, code=error.code, status=error.status) from None
+        raise Invalid(
+            told_of(str(error), error.param, here), param=here or None, code=error.code, status=error.status
+        ) from None
 
 
 def told_of(message: str, name: str | None, here: str) -> str:

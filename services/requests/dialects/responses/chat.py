@@ -10,21 +10,40 @@ from shared.model.sampling_params import parameters_of
 from shared.process.errors import Invalid
 
 # Fields of a chat that this API takes under the same name, in addition to sampling parameters
-SAME = ("model", "parallel_tool_calls", "service_tier", "prompt_cache_key", "safety_identifier", "user", "priority", "deadline_s", "cache_salt")
+SAME = (
+    "model",
+    "parallel_tool_calls",
+    "service_tier",
+    "prompt_cache_key",
+    "safety_identifier",
+    "user",
+    "priority",
+    "deadline_s",
+    "cache_salt",
+)
 NAME_HERE = {each.name: name for name, each in parameters_of("responses").items()} | {
     "response_format": "text.format",
-    "response_format.json_schema": "text.format", "verbosity": "text.verbosity", "reasoning_effort": "reasoning.effort", "logprobs": "top_logprobs",
-    "messages": "input", "tools[].function": "tools[]", "tools[].custom": "tools[]", "tools[].custom.format.grammar": "tools[].format",
-    "tool_choice.function": "tool_choice", "tool_choice.allowed_tools": "tool_choice",
+    "response_format.json_schema": "text.format",
+    "verbosity": "text.verbosity",
+    "reasoning_effort": "reasoning.effort",
+    "logprobs": "top_logprobs",
+    "messages": "input",
+    "tools[].function": "tools[]",
+    "tools[].custom": "tools[]",
+    "tools[].custom.format.grammar": "tools[].format",
+    "tool_choice.function": "tool_choice",
+    "tool_choice.allowed_tools": "tool_choice",
     "tool_choice.allowed_tools.tools[].function": "tool_choice.tools[]",
-}  # fmt: skip
+}
 
 
 def chat_of(body: ResponseBody, before: list[Json], *, num_dropped: int = 0) -> ChatCompletionBody:
     """The chat that this is, after the items of the conversation before, without the first
     num_dropped of both. Raises Invalid, in this API's terms."""
     if body.background and not body.store:
-        raise Invalid("a background response is read later, so it must be stored: background needs store", param="store")
+        raise Invalid(
+            "a background response is read later, so it must be stored: background needs store", param="store"
+        )
     system = [{"role": "system", "content": body.instructions}] if body.instructions else []
     tools = chat_tools(body.tools or [])
     messages, begins = messages_of([*before, *body.input][num_dropped:])
@@ -55,7 +74,10 @@ def _place_of(number: int, begins: list[int], num_system: int) -> str:
 
 def _nested(value: Json, field: str) -> Json:
     """Nest the other fields in one of the type's name, as a chat has them."""
-    return {"type": value.get("type"), field: {key: each for key, each in value.items() if key != "type" and each is not None}}
+    return {
+        "type": value.get("type"),
+        field: {key: each for key, each in value.items() if key != "type" and each is not None},
+    }
 
 
 def _chat_format(form: Json | None) -> Json | None:

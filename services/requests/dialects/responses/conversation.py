@@ -26,7 +26,11 @@ class ConversationContext(RequestContext):
 
 async def with_conversation(context: ConversationContext, body: ResponseBody) -> tuple[ResponseBody, list[Json]]:
     """The body with the items that it names, and the items before it. Raises Invalid."""
-    before = await conversation(context, body.previous_response_id, "previous_response_id") if body.previous_response_id else []
+    before = (
+        await conversation(context, body.previous_response_id, "previous_response_id")
+        if body.previous_response_id
+        else []
+    )
     if any(item["type"] == "item_reference" for item in body.input):
         body = body.model_copy(update={"input": await resolve(context, body.input)})
     return body, before
@@ -48,13 +52,19 @@ async def resolve(context: ConversationContext, items: list[Json]) -> list[Json]
             if len(found) >= MAX_REFERRED:
                 raise Invalid(f"input names items of more than {MAX_REFERRED} responses", param=field)
             try:
-                found[response_id] = {each["id"]: each for each in await conversation(context, response_id, field)} if response_id else {}
+                found[response_id] = (
+                    {each["id"]: each for each in await conversation(context, response_id, field)}
+                    if response_id
+                    else {}
+                )
             except Invalid as error:
                 if error.code != "previous_response_not_found":
                     raise
                 found[response_id] = {}
         if item["id"] not in found[response_id]:
-            raise Invalid(f"Item with id '{shortened(item['id'])}' not found.", param=field, code="item_not_found", status=404)
+            raise Invalid(
+                f"Item with id '{shortened(item['id'])}' not found.", param=field, code="item_not_found", status=404
+            )
         resolved.append(found[response_id][item["id"]])
     return resolved
 
@@ -67,9 +77,17 @@ async def conversation(context: ConversationContext, response_id: str, field: st
         items = await context.store.items(stored)
         answer = await loads((await context.store.read(record, stored, is_checked=False)).body())
     except Invalid as error:
-        raise Invalid(f"Previous response with id '{shortened(response_id)}' not found.", param=field, code="previous_response_not_found") from error
+        raise Invalid(
+            f"Previous response with id '{shortened(response_id)}' not found.",
+            param=field,
+            code="previous_response_not_found",
+        ) from error
     if answer["status"] in UNFINISHED or answer["status"] == "failed":
-        raise Invalid(f"the response {response_id!r} is {answer['status']}: it can't be gone on with", param=field, code="previous_response_not_completed")
+        raise Invalid(
+            f"the response {response_id!r} is {answer['status']}: it can't be gone on with",
+            param=field,
+            code="previous_response_not_completed",
+        )
     await context.store.hand_over(record, stored)
     return [*items, *map(without_logprobs, answer["output"])]
 

@@ -66,7 +66,9 @@ class ResponseEvents:
         self.num_logprob_bytes = 0
         self._text: list[str] = []  # of the item that grows
         self._logprobs: list[orjson.Fragment] = []  # as JSON, which takes little memory
-        self._logprobs_ahead: list[orjson.Fragment] = []  # of tokens whose text is held back: of the message that may begin, if no thought and no call does
+        self._logprobs_ahead: list[
+            orjson.Fragment
+        ] = []  # of tokens whose text is held back: of the message that may begin, if no thought and no call does
 
     def whole(self) -> Json:
         return {
@@ -98,7 +100,9 @@ class ResponseEvents:
         if delta.reasoning:
             events += self._grow("reasoning", delta.reasoning, [])
         logprobs = self._encoded(delta.logprobs) if delta.logprobs else []
-        if delta.content or (logprobs and self._open is not None and self._open["type"] == "message" and not delta.calls):
+        if delta.content or (
+            logprobs and self._open is not None and self._open["type"] == "message" and not delta.calls
+        ):
             events += self._grow("message", delta.content, self._logprobs_ahead + logprobs)
             self._logprobs_ahead = []
         elif delta.reasoning or delta.calls:
@@ -135,7 +139,10 @@ class ResponseEvents:
         if error.code == "cancelled":
             return [*events, self._end("cancelled", usage)]
         param = name_of(error.param or "", self.names)
-        self.error = {"code": "invalid_prompt" if error.status < CLIENT_CLOSED else "server_error", "message": told_of(error.message, error.param, param)}
+        self.error = {
+            "code": "invalid_prompt" if error.status < CLIENT_CLOSED else "server_error",
+            "message": told_of(error.message, error.param, param),
+        }
         self.error["param"] = param or None
         return [*events, self._end("failed", usage)]
 
@@ -144,8 +151,18 @@ class ResponseEvents:
         message, last = error.message, max(self._number - 1, self.after)
         if error.code in ("gateway_draining", "too_many_streams"):
             reason = "the gateway is shutting down" if error.code == "gateway_draining" else message
-            message = f"{reason}: go on with GET /v1/responses/{self.record.response_id}?stream=true&starting_after={last}"
-        return [{"type": "error", "code": error.code or "server_error", "message": message, "param": error.param, "sequence_number": last}]
+            message = (
+                f"{reason}: go on with GET /v1/responses/{self.record.response_id}?stream=true&starting_after={last}"
+            )
+        return [
+            {
+                "type": "error",
+                "code": error.code or "server_error",
+                "message": message,
+                "param": error.param,
+                "sequence_number": last,
+            }
+        ]
 
     def _end(self, status: str, usage: Usage) -> Json:
         self.status = status
@@ -172,12 +189,24 @@ class ResponseEvents:
         if self._open is None or self._open["type"] != kind:
             events += self._close_item("completed")
             own: Json = {"role": "assistant"} if kind == "message" else {"summary": []}
-            item = {"id": self._item_id("msg" if kind == "message" else "rs"), "type": kind, "status": "in_progress", "content": [], **own}
-            events += [self._open_item(item), self._event("response.content_part.added", {**self._place(), "part": self._part("", [])})]
+            item = {
+                "id": self._item_id("msg" if kind == "message" else "rs"),
+                "type": kind,
+                "status": "in_progress",
+                "content": [],
+                **own,
+            }
+            events += [
+                self._open_item(item),
+                self._event("response.content_part.added", {**self._place(), "part": self._part("", [])}),
+            ]
         self._text.append(text)
         self._logprobs += logprobs
         name = "response.output_text.delta" if kind == "message" else "response.reasoning_text.delta"
-        return [*events, self._event(name, {**self._place(), "delta": text} | ({"logprobs": logprobs} if kind == "message" else {}))]
+        return [
+            *events,
+            self._event(name, {**self._place(), "delta": text} | ({"logprobs": logprobs} if kind == "message" else {})),
+        ]
 
     def _call(self, part: CallDelta) -> list[Json]:
         """A part of a call: its item begins, or grows."""
@@ -186,7 +215,14 @@ class ResponseEvents:
         if part.is_new:
             events += self._close_item("completed")
             named = self._names.get(part.call.name, ToolName(part.call.name, None))
-            item = {"id": self._item_id(prefix), "type": item_type, "status": "in_progress", "call_id": part.call.call_id, "name": named.name, field: ""}
+            item = {
+                "id": self._item_id(prefix),
+                "type": item_type,
+                "status": "in_progress",
+                "call_id": part.call.call_id,
+                "name": named.name,
+                field: "",
+            }
             events.append(self._open_item(item | ({"namespace": named.namespace} if named.namespace else {})))
         if part.arguments:
             self._text.append(part.arguments)
@@ -218,7 +254,10 @@ class ResponseEvents:
             events = [self._event(name, {**place, "text": text} | ({"logprobs": self._logprobs} if is_message else {}))]
             events.append(self._event("response.content_part.done", {**place, "part": part}))
         self._open = None
-        return [*events, self._event("response.output_item.done", {"output_index": len(self.output) - 1, "item": dict(item)})]
+        return [
+            *events,
+            self._event("response.output_item.done", {"output_index": len(self.output) - 1, "item": dict(item)}),
+        ]
 
     def _part(self, text: str, logprobs: list[orjson.Fragment]) -> Json:
         assert self._open is not None

@@ -24,7 +24,18 @@ TEXT_PARTS = ("input_text", "output_text", "text", "refusal")
 IMAGE_FIELDS = ("image_url", "file_id", "detail")
 # Of what we send in items, the fields that say nothing to the model
 MESSAGE_FIELDS = {"type", "id", "role", "content", "status", "phase"}
-CALL_FIELDS = {"type", "id", "call_id", "name", "arguments", "status", "namespace", "caller", "async", "parsed_arguments"}
+CALL_FIELDS = {
+    "type",
+    "id",
+    "call_id",
+    "name",
+    "arguments",
+    "status",
+    "namespace",
+    "caller",
+    "async",
+    "parsed_arguments",
+}
 CUSTOM_FIELDS = {"type", "id", "call_id", "name", "input", "status", "namespace", "caller", "async"}
 SHELL_FIELDS = {"type", "id", "call_id", "action", "status"}
 OUTPUT_FIELDS = {"type", "id", "call_id", "output", "status", "name"}
@@ -34,19 +45,39 @@ CALLS = ("function_call", "custom_tool_call", "local_shell_call")
 # Of tools that others' servers run, and what others' clients keep: there is nothing for the model
 # in them
 FOREIGN = {
-    "additional_tools", "code_interpreter_call", "compaction", "compaction_trigger", "context_compaction", "file_search_call", "ghost_snapshot",
-    "image_generation_call", "mcp_approval_request", "mcp_approval_response", "mcp_call", "mcp_list_tools", "tool_search_call", "tool_search_output",
+    "additional_tools",
+    "code_interpreter_call",
+    "compaction",
+    "compaction_trigger",
+    "context_compaction",
+    "file_search_call",
+    "ghost_snapshot",
+    "image_generation_call",
+    "mcp_approval_request",
+    "mcp_approval_response",
+    "mcp_call",
+    "mcp_list_tools",
+    "tool_search_call",
+    "tool_search_output",
     "web_search_call",
-}  # fmt: skip
+}
 REFERENCE_FIELDS = {"type", "id"}
 
 PREFIXES = {
-    "message": "msg", "function_call": "fc", "function_call_output": "fco", "custom_tool_call": "ctc", "custom_tool_call_output": "ctco", "reasoning": "rs",
-    "local_shell_call": "lsh", "local_shell_call_output": "lsho",
-}  # fmt: skip
+    "message": "msg",
+    "function_call": "fc",
+    "function_call_output": "fco",
+    "custom_tool_call": "ctc",
+    "custom_tool_call_output": "ctco",
+    "reasoning": "rs",
+    "local_shell_call": "lsh",
+    "local_shell_call_output": "lsho",
+}
 
 INPUT_SCHEMA = {
-    "description": "a text, or items: messages, function calls, their outputs, reasoning, references to items of stored responses",
+    "description": (
+        "a text, or items: messages, function calls, their outputs, reasoning, references to items of stored responses"
+    ),
     "anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "object"}, "minItems": 1}],
 }
 
@@ -81,7 +112,9 @@ def read_item(value: Any, path: str) -> Json:
 
 def _read_call(value: Json, path: str) -> Json:
     field = "arguments" if value["type"] == "function_call" else "input"
-    return {key: _text(value, key, path) for key in ("type", "call_id", "name", field)} | _optional(value, ("id", "namespace"), path)
+    return {key: _text(value, key, path) for key in ("type", "call_id", "name", field)} | _optional(
+        value, ("id", "namespace"), path
+    )
 
 
 def _read_shell_call(value: Json, path: str) -> Json:
@@ -99,9 +132,15 @@ def _read_reference(value: Json, path: str) -> Json:
 def _read_output(value: Json, path: str) -> Json:
     """A tool's answer, a text or parts with images."""
     output = value.get("output")
-    text = content_of(_read_parts(output, "input_text", f"{path}.output")) if isinstance(output, list) else _text(value, "output", path)
+    text = (
+        content_of(_read_parts(output, "input_text", f"{path}.output"))
+        if isinstance(output, list)
+        else _text(value, "output", path)
+    )
     named = "id" if value["type"] == "local_shell_call_output" and "call_id" not in value else "call_id"
-    return {"type": value["type"], "call_id": _text(value, named, path), "output": text} | _optional(value, ("id",), path)
+    return {"type": value["type"], "call_id": _text(value, named, path), "output": text} | _optional(
+        value, ("id",), path
+    )
 
 
 def _read_message(value: Json, path: str) -> Json:
@@ -109,7 +148,11 @@ def _read_message(value: Json, path: str) -> Json:
     if role not in ROLES:
         raise at(f"{path}.role", f"expected one of {', '.join(ROLES)}, got {shortened(role)}")
     content = value.get("content")
-    parts = [{"type": PART_OF[role], "text": content}] if isinstance(content, str) else _read_parts(content, PART_OF[role], f"{path}.content")
+    parts = (
+        [{"type": PART_OF[role], "text": content}]
+        if isinstance(content, str)
+        else _read_parts(content, PART_OF[role], f"{path}.content")
+    )
     if role == "assistant":
         parts = [part if part["type"] == "refusal" else part | {"annotations": [], "logprobs": []} for part in parts]
     return {"type": "message", "role": role, "content": parts} | _optional(value, ("id",), path)
@@ -129,7 +172,11 @@ def _read_parts(value: Any, kind: str, path: str) -> list[Json]:
             parts.append({"type": own} | {name: part[name] for name in IMAGE_FIELDS if part.get(name) is not None})
             continue
         if own not in TEXT_PARTS:
-            raise at(f"{path}[{index}].type", f"only text and images are understood, got {shortened(own) if isinstance(part, dict) else kind_of(part)}")
+            raise at(
+                f"{path}[{index}].type",
+                "only text and images are understood, got "
+                f"{shortened(own) if isinstance(part, dict) else kind_of(part)}",
+            )
         field = "refusal" if own == "refusal" else "text"
         if not isinstance(part.get(field), str):
             raise at(f"{path}[{index}].{field}", f"expected a text, got {kind_of(part.get(field))}")
@@ -139,9 +186,15 @@ def _read_parts(value: Any, kind: str, path: str) -> list[Json]:
 
 def _read_reasoning(value: Json, path: str) -> Json:
     content = value.get("content", [])
-    if not isinstance(content, list) or not all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in content):
+    if not isinstance(content, list) or not all(
+        isinstance(part, dict) and isinstance(part.get("text"), str) for part in content
+    ):
         raise at(f"{path}.content", "expected a list of parts of type reasoning_text")
-    item = {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": part["text"]} for part in content]}
+    item = {
+        "type": "reasoning",
+        "summary": [],
+        "content": [{"type": "reasoning_text", "text": part["text"]} for part in content],
+    }
     return item | _optional(value, ("id",), path)
 
 
@@ -170,7 +223,10 @@ READERS: dict[str, tuple[set[str], Callable[[Json, str], Json]]] = {
 def with_ids(items: list[Json], response_id: str) -> list[Json]:
     """The items of a response's own input, each with an id."""
     key = response_id.rpartition("_")[2]
-    return [{"id": f"{PREFIXES.get(item['type'], 'item')}_{key}_in{index}", "status": "completed", **item} for index, item in enumerate(items)]
+    return [
+        {"id": f"{PREFIXES.get(item['type'], 'item')}_{key}_in{index}", "status": "completed", **item}
+        for index, item in enumerate(items)
+    ]
 
 
 def messages_of(items: list[Json]) -> tuple[list[Json], list[int]]:
@@ -204,7 +260,11 @@ def _has(item: Json, message: Json) -> bool:
     or says more."""
     if item["type"] in CALLS:
         return False
-    return bool(message["content"] or "tool_calls" in message or (item["type"] == "reasoning" and "reasoning_content" in message))
+    return bool(
+        message["content"]
+        or "tool_calls" in message
+        or (item["type"] == "reasoning" and "reasoning_content" in message)
+    )
 
 
 def _extend(message: Json, item: Json) -> None:
@@ -219,7 +279,10 @@ def _extend(message: Json, item: Json) -> None:
 def _called(item: Json) -> Json:
     """A call as one of the chat's."""
     if item["type"] == "local_shell_call":
-        return {"type": "function", "function": {"name": "local_shell", "arguments": orjson.dumps(item["action"]).decode()}}
+        return {
+            "type": "function",
+            "function": {"name": "local_shell", "arguments": orjson.dumps(item["action"]).decode()},
+        }
     name = chat_name(item["name"], item.get("namespace"))
     if item["type"] == "custom_tool_call":
         return {"type": "custom", "custom": {"name": name, "input": item["input"]}}

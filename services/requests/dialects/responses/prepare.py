@@ -15,7 +15,13 @@ from shared.wire.messages import GenerateRequest
 
 
 async def prepare_response(
-    context: RequestContext, body: ResponseBody, before: list[Json], gateway_id: str | None, *, num_dropped: int = 0, **others: Any
+    context: RequestContext,
+    body: ResponseBody,
+    before: list[Json],
+    gateway_id: str | None,
+    *,
+    num_dropped: int = 0,
+    **others: Any,
 ) -> tuple[ResponseRecord, list[GenerateRequest], bytes]:
     """Make the requests and the record of a response, as `prepare` of a chat, and the bytes to
     store of it; empty: none.
@@ -28,7 +34,9 @@ async def prepare_response(
         record, requests = await prepare(context, chat.intent(), "response", gateway_id, **others)
     if not body.store:
         return record, requests, b""
-    content = StoredResponse(body.asked(requests[0].params), [*before, *with_ids(body.input, record.response_id)]).encode()
+    content = StoredResponse(
+        body.asked(requests[0].params), [*before, *with_ids(body.input, record.response_id)]
+    ).encode()
     if len(content) > (longest := context.settings.max_body_bytes):
         raise Invalid(f"the conversation has {len(content)} bytes, and at most {longest} are stored", param="input")
     return record, requests, content

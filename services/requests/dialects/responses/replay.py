@@ -28,7 +28,9 @@ class ReplayedResponse:
     """The events so far. An event's number is its place."""
 
     def __init__(self, record: ResponseRecord, asked: Json, turn: asyncio.Lock, *, first: int | None = None) -> None:
-        """turn: is held while its events are made; first: the first event that its only reader wants; None: it holds all of them, for all readers."""
+        """turn: is held while its events are made; first: the first event that its only reader
+        wants; None: it holds all of them, for all readers.
+        """
         self.record = record
         self.asked = asked
         self._num_asked_bytes = ASKED_BYTES * len(compact(asked))
@@ -56,7 +58,11 @@ class ReplayedResponse:
     @property
     def size(self) -> int:
         """The bytes of memory that it takes."""
-        growing = self._fold.choice.num_output_tokens * TOKEN_BYTES + self._events.num_logprob_bytes if self._fold is not None else 0
+        growing = (
+            self._fold.choice.num_output_tokens * TOKEN_BYTES + self._events.num_logprob_bytes
+            if self._fold is not None
+            else 0
+        )
         held = self._num_encoded_bytes + len(self._waiting) * WAITING_BYTES + len(self._body)
         return held + growing + self._num_asked_bytes
 
@@ -71,7 +77,9 @@ class ReplayedResponse:
         if self.fold.is_over:
             choice, self.is_over = self.fold.choice, True
             # whether it will always be the same: another check may find out more, a log that was lost may come back
-            self.is_worth_keeping = choice.finish_reason != "error" and not any(each["message"].startswith(NOT_CHECKED) for each in choice.schema_errors)
+            self.is_worth_keeping = choice.finish_reason != "error" and not any(
+                each["message"].startswith(NOT_CHECKED) for each in choice.schema_errors
+            )
 
     def _take(self, events: list[Json]) -> None:
         if self.is_whole:
@@ -84,7 +92,9 @@ class ReplayedResponse:
         self._num_encoded_bytes += sum(map(len, encoded)) + EVENT_BYTES * len(encoded)
 
     def piece(self, place: int) -> list[bytes]:
-        """Some of the events from this place on: one, or several that are short. Of one that is not whole, those that come next."""
+        """Some of the events from this place on: one, or several that are short. Of one that is not
+        whole, those that come next.
+        """
         if not self.is_whole:
             self._encode_next()
             return self._encoded
@@ -96,7 +106,11 @@ class ReplayedResponse:
 
     def _encode_next(self) -> None:
         self._encoded, self._num_encoded_bytes = [], 0
-        while self._waiting and self._num_encoded_bytes < PIECE and (not self._encoded or self._waiting[0]["type"].endswith(".delta")):
+        while (
+            self._waiting
+            and self._num_encoded_bytes < PIECE
+            and (not self._encoded or self._waiting[0]["type"].endswith(".delta"))
+        ):
             self._hold([self._events.encode(self._waiting.popleft())])
 
     def drop_events(self) -> None:
@@ -136,7 +150,9 @@ class Replays:
         self.followed: dict[ReplayedResponse, None] = {}
         self._shared: dict[str, ReplayedResponse] = {}  # of those, by response, the ones that are held whole
         self._kept: OrderedDict[str, tuple[ReplayedResponse, asyncio.TimerHandle]] = OrderedDict()
-        self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()  # by tenant: the events of one replay at a time are made
+        self._turns: WeakValueDictionary[str, asyncio.Lock] = (
+            WeakValueDictionary()
+        )  # by tenant: the events of one replay at a time are made
 
     def make(self, record: ResponseRecord, asked: Json, *, first: int | None = None) -> ReplayedResponse:
         return ReplayedResponse(record, asked, self._turns.setdefault(record.tenant_id, asyncio.Lock()), first=first)
@@ -160,11 +176,19 @@ class Replays:
             message = "too many long responses of this key are followed at this gateway"
             raise Rejected(message, status=429, retry_after_s=1, code="too_many_streams")
         if self.held() >= MAX_HELD:
-            raise Rejected("too many long responses are followed at this gateway", status=503, retry_after_s=1, code="too_many_streams")
+            raise Rejected(
+                "too many long responses are followed at this gateway",
+                status=503,
+                retry_after_s=1,
+                code="too_many_streams",
+            )
 
     def may_grow(self, replay: ReplayedResponse) -> bool:
         """A tenant's oldest always may, however long it is."""
-        oldest = min((each for each in self.followed if each.record.tenant_id == replay.record.tenant_id), key=lambda each: each.began_at)
+        oldest = min(
+            (each for each in self.followed if each.record.tenant_id == replay.record.tenant_id),
+            key=lambda each: each.began_at,
+        )
         return replay is oldest or (self.held(replay.record.tenant_id) < MAX_HELD_OF_ONE and self.held() < MAX_HELD)
 
     def join(self, record: ResponseRecord, asked: Json) -> ReplayedResponse:

@@ -18,7 +18,10 @@ MAX_ID = 128
 
 
 LOGPROBS = "message.output_text.logprobs"
-INCLUDED = (LOGPROBS, "reasoning.encrypted_content")  # of the second, clients send back what they get: the reasoning is in the item as it is
+INCLUDED = (
+    LOGPROBS,
+    "reasoning.encrypted_content",
+)  # of the second, clients send back what they get: the reasoning is in the item as it is
 MAX_INCLUDED = 64
 
 
@@ -32,34 +35,52 @@ class ResponseStreamOptions(Body):
 
 
 class TextOptions(Body):
-    format: dict[str, Any] | None = Field(None, description="of type text, json_object, or json_schema with name, schema and strict in the same object")
+    format: dict[str, Any] | None = Field(
+        None, description="of type text, json_object, or json_schema with name, schema and strict in the same object"
+    )
     verbosity: str | None = Field(None, description="for the template")
 
 
 class ReasoningOptions(Body):
-    effort: str | None = Field(None, description="a chat's reasoning_effort: for the template; none also sets enable_thinking to false")
-    summary: str | None = Field(None, max_length=16, description="accepted; a model's reasoning is given whole, never summarized")
+    effort: str | None = Field(
+        None, description="a chat's reasoning_effort: for the template; none also sets enable_thinking to false"
+    )
+    summary: str | None = Field(
+        None, max_length=16, description="accepted; a model's reasoning is given whole, never summarized"
+    )
     generate_summary: str | None = Field(None, max_length=16, description="the older name of summary")
 
 
 @takes_parameters("responses")
 class ResponseBody(Body):
-    neutral: ClassVar[Table] = OF_OTHER_SERVERS | {"conversation": REFUSED, "modalities": (["text"],), "prompt": REFUSED}
+    neutral: ClassVar[Table] = OF_OTHER_SERVERS | {
+        "conversation": REFUSED,
+        "modalities": (["text"],),
+        "prompt": REFUSED,
+    }
 
     model: str = Field("", max_length=MAX_NAME, description="a served name; may be left out if only one is served")
-    input: Annotated[list[Json], PlainValidator(read_input), WithJsonSchema(INPUT_SCHEMA)] = Field(description="a text, or a list of items")
-    instructions: str | None = Field(None, description="the system's message; previous_response_id does not bring those of the response before")
+    input: Annotated[list[Json], PlainValidator(read_input), WithJsonSchema(INPUT_SCHEMA)] = Field(
+        description="a text, or a list of items"
+    )
+    instructions: str | None = Field(
+        None, description="the system's message; previous_response_id does not bring those of the response before"
+    )
     max_output_tokens: int | None = Field(None, ge=-2, description=parameter("max_tokens").description)
-    top_logprobs: int | None = Field(None, ge=0, le=20, description="logprobs of so many of the likeliest tokens at each position")
+    top_logprobs: int | None = Field(
+        None, ge=0, le=20, description="logprobs of so many of the likeliest tokens at each position"
+    )
     include: Annotated[list[str] | None, BeforeValidator(at_most(MAX_INCLUDED)), AfterValidator(read_include)] = Field(
         None, description=f"{LOGPROBS} asks for logprobs"
     )
-    metadata: Annotated[dict[str, Annotated[str, Field(max_length=512)]] | None, BeforeValidator(at_most(MAX_METADATA))] = Field(
-        None, description=f"up to {MAX_METADATA} pairs of texts, repeated in the response"
-    )
+    metadata: Annotated[
+        dict[str, Annotated[str, Field(max_length=512)]] | None, BeforeValidator(at_most(MAX_METADATA))
+    ] = Field(None, description=f"up to {MAX_METADATA} pairs of texts, repeated in the response")
     store: bool = Field(True, description="false: what was asked is not kept, so no response can follow this one")
     background: bool = Field(False, description="answer at once, and go on whether or not a client reads; needs store")
-    previous_response_id: str | None = Field(None, max_length=MAX_ID, description="go on with that response's conversation")
+    previous_response_id: str | None = Field(
+        None, max_length=MAX_ID, description="go on with that response's conversation"
+    )
     stream: bool = Field(False, description="send the response as it comes, as typed events")
     stream_options: ResponseStreamOptions | None = Field(None, description="see ResponseStreamOptions")
     text: TextOptions | None = Field(None, description="what the text must match; see TextOptions")
@@ -67,7 +88,9 @@ class ResponseBody(Body):
     tools: Annotated[list[dict[str, Any]] | None, BeforeValidator(at_most(MAX_TOOLS))] = Field(
         None, description="functions, custom tools, and namespaces of both; others are passed over"
     )
-    tool_choice: str | dict[str, Any] | None = Field(None, description="none, auto, required, a tool, or allowed_tools; by default auto with tools")
+    tool_choice: str | dict[str, Any] | None = Field(
+        None, description="none, auto, required, a tool, or allowed_tools; by default auto with tools"
+    )
     truncation: Literal["auto", "disabled"] | None = Field(
         None, description="auto: the first items are left out of an input that is too long; disabled: it is refused"
     )
@@ -86,7 +109,9 @@ class ResponseBody(Body):
         return LOGPROBS in (self.include or ()) or bool(self.top_logprobs)
 
     def asked(self, params: SamplingParams) -> Json:
-        """The fields of the response's object that repeat the request. params: as they are used, with the model maker's own where the request has none."""
+        """The fields of the response's object that repeat the request. params: as they are used,
+        with the model maker's own where the request has none.
+        """
         text = self.text or TextOptions()
         reasoning = self.reasoning or ReasoningOptions()
         return {
@@ -102,7 +127,8 @@ class ResponseBody(Body):
             "service_tier": "default",
             "store": self.store,
             "temperature": params.temperature,
-            "text": {"format": text.format or {"type": "text"}} | ({"verbosity": text.verbosity} if text.verbosity else {}),
+            "text": {"format": text.format or {"type": "text"}}
+            | ({"verbosity": text.verbosity} if text.verbosity else {}),
             "tool_choice": self.tool_choice or "auto",
             "tools": self.tools or [],
             "top_logprobs": self.top_logprobs or 0,

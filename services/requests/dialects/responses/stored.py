@@ -1,8 +1,10 @@
 """Stored responses: what was asked is a key of Redis, what was answered is the token log. Any
 gateway reads both, and both live equally long.
 
-What is kept of the request is the whole conversation, so that going on with it needs the response before, and none of those before that. Of a chain of
-responses only the last two keep it: the items of the others are the beginning of what their successor keeps, and so they name that. A successor outlives them.
+What is kept of the request is the whole conversation, so that going on with it needs the response
+before, and none of those before that. Of a chain of
+responses only the last two keep it: the items of the others are the beginning of what their
+successor keeps, and so they name that. A successor outlives them.
 """
 
 import asyncio
@@ -41,7 +43,9 @@ LONG_BYTES = 256 << 10
 MAX_LINKS = 10_000  # from a response to the one that keeps its items
 PAGE = 256  # entries of a log at a time: decoding more would stall other streams
 SLICE = 32  # events, after which others have their turn
-DELETED_LOG_TTL_S = 60  # so long a deleted response's log stays: the stage that is about to acknowledge its request must find the end
+DELETED_LOG_TTL_S = (
+    60  # so long a deleted response's log stays: the stage that is about to acknowledge its request must find the end
+)
 MAX_WAIT_S = 1.0  # for a log to grow, in one command: less than a gateway that drains has for its last words
 
 
@@ -50,7 +54,9 @@ class StoredResponse:
     """A response's request, as it is stored."""
 
     asked: Json  # the fields of its object that repeat the request
-    items: list[Json]  # the whole conversation that the model was given, but for the instructions; none, if another has it
+    items: list[
+        Json
+    ]  # the whole conversation that the model was given, but for the instructions; none, if another has it
     holder: str = ""  # the response that has it
     num_items: int = 0  # that many are this one's, the holder's first
 
@@ -65,19 +71,34 @@ async def loads(packed: bytes) -> Any:
 
 
 async def decode(packed: bytes) -> StoredResponse:
-    """Raises Rejected (503) for what is no such record, or one of a newer version, which has other fields: a gateway of that version can read it."""
+    """Raises Rejected (503) for what is no such record, or one of a newer version, which has other
+    fields: a gateway of that version can read it.
+    """
     try:
         return StoredResponse(**await loads(packed))
     except (TypeError, ValueError) as error:
         log.error("a stored response can't be read: was it written by a newer version?", error=error)
-        raise Rejected("this gateway can't read how the response is stored", status=503, retry_after_s=2, code="stored_response_unreadable") from None
+        raise Rejected(
+            "this gateway can't read how the response is stored",
+            status=503,
+            retry_after_s=2,
+            code="stored_response_unreadable",
+        ) from None
 
 
 class Store:
     """Stored responses, as a gateway finds them in Redis."""
 
-    def __init__(self, client: "redis.asyncio.Redis", followers: "redis.asyncio.Redis", ping_interval_s: float, answers: AnswerChecker | None = None) -> None:
-        """followers: a client of its own, each command of which may block. answers: what holds those that are read against their schemas; None: nothing."""
+    def __init__(
+        self,
+        client: "redis.asyncio.Redis",
+        followers: "redis.asyncio.Redis",
+        ping_interval_s: float,
+        answers: AnswerChecker | None = None,
+    ) -> None:
+        """followers: a client of its own, each command of which may block. answers: what holds
+        those that are read against their schemas; None: nothing.
+        """
         self.client = client
         self.followers = followers
         self.answers = answers
@@ -86,18 +107,27 @@ class Store:
         self.replays = Replays()
         self._is_draining = False
 
-    async def load(self, tenant: Tenant, response_id: str, *, of_all: bool = False) -> tuple[ResponseRecord, StoredResponse]:
+    async def load(
+        self, tenant: Tenant, response_id: str, *, of_all: bool = False
+    ) -> tuple[ResponseRecord, StoredResponse]:
         """Raises Invalid (404) for what is not stored, not any more, or not by this tenant; of_all:
         or not to be seen by it."""
         with redis_errors_as_503():
             packed: Any = await self.client.get(stored_key(response_id))
             record = await find_record(self.client, tenant, response_id, of_all=of_all)
         if packed is None or record is None:
-            raise Invalid(f"Response with id '{shortened(response_id)}' not found.", param="response_id", code="response_not_found", status=404)
+            raise Invalid(
+                f"Response with id '{shortened(response_id)}' not found.",
+                param="response_id",
+                code="response_not_found",
+                status=404,
+            )
         return record, await decode(packed)
 
     async def items(self, stored: StoredResponse) -> list[Json]:
-        """The whole conversation that the model was given. Raises Invalid (404) if the response that keeps it is gone."""
+        """The whole conversation that the model was given. Raises Invalid (404) if the response
+        that keeps it is gone.
+        """
         found = stored
         for _ in range(MAX_LINKS):
             if not found.holder:
@@ -105,7 +135,9 @@ class Store:
             if (packed := await self._get(found.holder)) is None:
                 break
             found = await decode(packed)
-        raise Invalid("the conversation is not stored any more", param="response_id", code="response_not_found", status=404)
+        raise Invalid(
+            "the conversation is not stored any more", param="response_id", code="response_not_found", status=404
+        )
 
     async def _get(self, response_id: str) -> bytes | None:
         with redis_errors_as_503():
@@ -113,7 +145,9 @@ class Store:
         return None if packed is None else bytes(packed)
 
     async def hand_over(self, record: ResponseRecord, stored: StoredResponse) -> None:
-        """Have the response before this one, which this one continues, name this one for its items: else each turn would keep all before it."""
+        """Have the response before this one, which this one continues, name this one for its items:
+        else each turn would keep all before it.
+        """
         before = stored.asked.get("previous_response_id")
         if stored.holder or not before or (packed := await self._get(before)) is None:
             return
@@ -127,7 +161,9 @@ class Store:
                 await pipe.execute()
 
     async def _handed_back(self, record: ResponseRecord) -> tuple[str, int, bytes] | None:
-        """How much the response before must keep when this one, which names its items, goes: its id, its kept length now, and the new one. None: nothing."""
+        """How much the response before must keep when this one, which names its items, goes: its
+        id, its kept length now, and the new one. None: nothing.
+        """
         packed = await self._get(record.response_id)
         stored = await decode(packed) if packed is not None else StoredResponse({}, [])
         before = stored.asked.get("previous_response_id")
@@ -135,10 +171,18 @@ class Store:
         if not before or kept is None or (found := await decode(kept)).holder != record.response_id:
             return None
         items = [] if stored.holder else stored.items[: found.num_items]
-        return before, len(kept), StoredResponse(found.asked, items, stored.holder, found.num_items if stored.holder else 0).encode()
+        return (
+            before,
+            len(kept),
+            StoredResponse(found.asked, items, stored.holder, found.num_items if stored.holder else 0).encode(),
+        )
 
-    async def read(self, record: ResponseRecord, stored: StoredResponse, *, is_checked: bool = True) -> ReplayedResponse:
-        """The response as its log has it now. is_checked: an answer that has ended is held against its schema. Raises Invalid (404) if the log has expired."""
+    async def read(
+        self, record: ResponseRecord, stored: StoredResponse, *, is_checked: bool = True
+    ) -> ReplayedResponse:
+        """The response as its log has it now. is_checked: an answer that has ended is held against
+        its schema. Raises Invalid (404) if the log has expired.
+        """
         if (known := self.replays.get(record.response_id)) is not None and known.is_over:
             return known
         replay = self.replays.make(record, stored.asked)
@@ -174,21 +218,30 @@ class Store:
     async def _check_end(self, record: ResponseRecord, fold: Fold, event: TokenEvent) -> None:
         """Hold an answer that this event ends against what of its schema could not be enforced."""
         if self.answers is not None and record.checks and event.finish_reason == "stop":
-            fold.choice.schema_errors = await schema_errors(self.answers, record, "".join([*fold.choice.text, event.text]))
+            fold.choice.schema_errors = await schema_errors(
+                self.answers, record, "".join([*fold.choice.text, event.text])
+            )
 
     async def _pages(self, record: ResponseRecord) -> AsyncIterator[list[TokenEvent]]:
         (request_id,) = record.request_ids
         position, is_there = 0, False
         while True:
             with redis_errors_as_503():
-                async with self.client.pipeline(transaction=True) as pipe:  # at one moment: its end comes into the log, and it is in flight no more
+                async with self.client.pipeline(
+                    transaction=True
+                ) as pipe:  # at one moment: its end comes into the log, and it is in flight no more
                     pipe.xrange(log_key(request_id), min=f"({position}-0" if position else "-", count=PAGE)
                     pipe.hexists(inflight_key(record.served_model), request_id)
                     found: Any = await pipe.execute()
                 entries, is_running = found
                 is_there = is_there or bool(entries) or bool(is_running)
             if not is_there:
-                raise Invalid(f"Response with id '{record.response_id}' is too old.", param="response_id", code="response_not_found", status=404)
+                raise Invalid(
+                    f"Response with id '{record.response_id}' is too old.",
+                    param="response_id",
+                    code="response_not_found",
+                    status=404,
+                )
             events = self._parse(request_id, entries, position)
             yield events
             if len(entries) < PAGE or events[-1].finish_reason is not None:
@@ -200,7 +253,16 @@ class Store:
         try:
             return parse_log(entries, position)
         except Lost as error:
-            return [TokenEvent(request_id, position, None, "", finish_reason="error", error=RequestError(f"{GONE.message}: {error}", 500, code=GONE.code))]
+            return [
+                TokenEvent(
+                    request_id,
+                    position,
+                    None,
+                    "",
+                    finish_reason="error",
+                    error=RequestError(f"{GONE.message}: {error}", 500, code=GONE.code),
+                )
+            ]
 
     async def has_ended(self, record: ResponseRecord) -> bool:
         with redis_errors_as_503():
@@ -300,7 +362,9 @@ class Store:
     async def _wait(self, request_id: str, last_id: bytes) -> Any:
         """The log's entries after this one, once there are some; none after a while."""
         key = log_key(request_id)
-        return entries_of(await self.followers.xread({key: last_id}, count=PAGE, block=int(self.wait_s * 1000))).get(key.encode(), [])
+        return entries_of(await self.followers.xread({key: last_id}, count=PAGE, block=int(self.wait_s * 1000))).get(
+            key.encode(), []
+        )
 
     async def _state(self, record: ResponseRecord, last_id: bytes) -> tuple[TokenEvent | None, bool]:
         """The end that the log holds at last_id or before, and whether anything may still write one.

@@ -60,10 +60,18 @@ def chat_tools(tools: list[Json]) -> ChatTools:
         members, name = tool.get("tools"), tool.get("name")
         if not isinstance(name, str) or not isinstance(members, list):
             raise Invalid(f"{place}: a namespace has a name and tools", param=place)
-        pass_over(*(f"{place}.{shortened(key)}" for key, value in tool.items() if key not in GROUP_FIELDS and value is not None))
+        pass_over(
+            *(
+                f"{place}.{shortened(key)}"
+                for key, value in tool.items()
+                if key not in GROUP_FIELDS and value is not None
+            )
+        )
         for index, member in enumerate(members):
             if not isinstance(member, dict):
-                raise Invalid(f"{place}.tools[{index}]: expected a tool, got {kind_of(member)}", param=f"{place}.tools[{index}]")
+                raise Invalid(
+                    f"{place}.tools[{index}]: expected a tool, got {kind_of(member)}", param=f"{place}.tools[{index}]"
+                )
             _add(found, member, f"{place}.tools[{index}]", name)
     return found
 
@@ -77,8 +85,13 @@ def _add(found: ChatTools, tool: Json, place: str, namespace: str | None) -> Non
     own = {key: each for key, each in tool.items() if key != "type" and each is not None}
     if namespace and isinstance(own.get("name"), str):
         own["name"] = chat_name(own["name"], namespace)
-    if kind == "custom" and isinstance(own.get("format"), dict) and own["format"].get("type") == "grammar":  # which lies flat here
-        own["format"] = {"type": "grammar", "grammar": {key: each for key, each in own["format"].items() if key != "type"}}
+    if (
+        kind == "custom" and isinstance(own.get("format"), dict) and own["format"].get("type") == "grammar"
+    ):  # which lies flat here
+        own["format"] = {
+            "type": "grammar",
+            "grammar": {key: each for key, each in own["format"].items() if key != "type"},
+        }
     found.tools.append({"type": kind, kind: own})
     found.places.append(place)
 
@@ -89,15 +102,34 @@ def chat_choice(choice: str | Json | None) -> str | Json | None:
         return choice
     if choice.get("type") == "allowed_tools":
         tools = choice.get("tools")
-        named = [_chat_named(each) if isinstance(each, dict) else each for each in tools] if isinstance(tools, list) else tools
-        return {"type": "allowed_tools", "allowed_tools": {"mode": choice.get("mode"), "tools": without_hosted(named) if isinstance(named, list) else named}}
+        named = (
+            [_chat_named(each) if isinstance(each, dict) else each for each in tools]
+            if isinstance(tools, list)
+            else tools
+        )
+        return {
+            "type": "allowed_tools",
+            "allowed_tools": {
+                "mode": choice.get("mode"),
+                "tools": without_hosted(named) if isinstance(named, list) else named,
+            },
+        }
     if choice.get("type") not in OWN:
-        raise Invalid(f"tool_choice: this server runs no tools of its own, such as {shortened(choice.get('type'))}", param="tool_choice")
+        raise Invalid(
+            f"tool_choice: this server runs no tools of its own, such as {shortened(choice.get('type'))}",
+            param="tool_choice",
+        )
     return _chat_named(choice)
 
 
 def without_hosted(named: list[Any]) -> list[Any]:
-    pass_over(*(f"tool_choice.tools[{number}]" for number, each in enumerate(named) if isinstance(each, dict) and each.get("type") not in OWN))
+    pass_over(
+        *(
+            f"tool_choice.tools[{number}]"
+            for number, each in enumerate(named)
+            if isinstance(each, dict) and each.get("type") not in OWN
+        )
+    )
     return [each for each in named if not isinstance(each, dict) or each.get("type") in OWN]
 
 

@@ -65,9 +65,16 @@ SUBMIT, KEEP_IMAGES = load_script("submit"), load_script("keep_images")
 
 class Admission:
     def __init__(
-        self, stage: Stage, client: "redis.asyncio.Redis", settings: RequestSettings, memory: RedisMemory | None = None,
-        on_refused: Callable[[str, str], None] | None = None, known: KnownReplicas | None = None, shared: SharedLimits | None = None, mark: str = "",
-    ) -> None:  # fmt: skip
+        self,
+        stage: Stage,
+        client: "redis.asyncio.Redis",
+        settings: RequestSettings,
+        memory: RedisMemory | None = None,
+        on_refused: Callable[[str, str], None] | None = None,
+        known: KnownReplicas | None = None,
+        shared: SharedLimits | None = None,
+        mark: str = "",
+    ) -> None:
         """memory: Redis' memory, if the process watches it (workers of batches stop earlier, in another
         way). on_refused: called with the model and the reason. known: also models without replicas,
         if requests may wait for one. shared: the limits of all cells, if there are several; mark:
@@ -113,12 +120,21 @@ class Admission:
     def _missing(self, stages: list[str], model: str | None) -> Rejected:
         self._count_refused(model or "", "stage_missing")
         suffix = f" for the model {model}" if model else ""
-        return Rejected(f"not ready: no {' and no '.join(stages)} is alive{suffix}", status=503, retry_after_s=RETRY_AFTER_S)
+        return Rejected(
+            f"not ready: no {' and no '.join(stages)} is alive{suffix}", status=503, retry_after_s=RETRY_AFTER_S
+        )
 
     async def submit(
-        self, caller: Caller, response_id: str, record: bytes, model: str, submitted: list[GenerateRequest], stored: bytes = b"", keeps: int = 0,
+        self,
+        caller: Caller,
+        response_id: str,
+        record: bytes,
+        model: str,
+        submitted: list[GenerateRequest],
+        stored: bytes = b"",
+        keeps: int = 0,
         images: Mapping[str, bytes] | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Hand the requests of a response over, with its record and the data to be stored, all or
         none, and charge the caller for them.
 
@@ -133,7 +149,11 @@ class Admission:
         # before anything is encoded: n may be many times a long prompt
         if len(submitted) > limits[0] or sum(tokens) > limits[1]:
             raise self._full(model, 0, 0, len(submitted), sum(tokens))
-        messages, size, most = list[bytes](), len(stored) + sum(map(len, (images or {}).values())), self.settings.max_held_size
+        messages, size, most = (
+            list[bytes](),
+            len(stored) + sum(map(len, (images or {}).values())),
+            self.settings.max_held_size,
+        )
         for request in submitted:
             messages.append(message := encode(request))
             size += len(message)
@@ -180,7 +200,11 @@ class Admission:
         kind, *rest = exceeded[0]
         if kind == b"full":
             raise self._full(model, rest[0], rest[1], len(submitted), sum(tokens))
-        refusal = too_much_held(rest[0], size, most, rest[1]) if kind == b"held" else caller.refused(kind.decode(), rest[0], left)
+        refusal = (
+            too_much_held(rest[0], size, most, rest[1])
+            if kind == b"held"
+            else caller.refused(kind.decode(), rest[0], left)
+        )
         self._count_refused(model, refusal.code)
         raise refusal
 
@@ -250,13 +274,21 @@ class Admission:
 
     def _full(self, model: str, num_requests: int, num_tokens: int, more_requests: int, more_tokens: int) -> Rejected:
         self._count_refused(model, "server_full")
-        words = f"{num_requests} requests of at most {self.settings.max_requests} and {num_tokens} tokens of at most {self.settings.max_tokens_in_flight}"
+        words = (
+            f"{num_requests} requests of at most {self.settings.max_requests} and {num_tokens} tokens of at most "
+            f"{self.settings.max_tokens_in_flight}"
+        )
         message = f"the server is full: {words} are in it, and this would add {more_requests} and {more_tokens}"
         return Rejected(message, status=429, retry_after_s=RETRY_AFTER_S)
 
 
 def unknown_model(name: str, known: Iterable[str]) -> Invalid:
-    return Invalid(f"the model {name!r} does not exist; served: {', '.join(sorted(known))}", param="model", code="model_not_found", status=404)
+    return Invalid(
+        f"the model {name!r} does not exist; served: {', '.join(sorted(known))}",
+        param="model",
+        code="model_not_found",
+        status=404,
+    )
 
 
 def names_of(replica: Replica) -> tuple[str, ...]:
@@ -270,7 +302,9 @@ def served_names(registry: Registry, tenant: Tenant) -> dict[str, Replica]:
 
     A model whose compute is away for a moment is listed: a request for it is told that it is not ready.
     """
-    replicas = sorted(registry.replicas, key=lambda each: (each.stage == "compute", -each.started_at))  # the last one stays: compute, the oldest
+    replicas = sorted(
+        registry.replicas, key=lambda each: (each.stage == "compute", -each.started_at)
+    )  # the last one stays: compute, the oldest
     return {name: replica for replica in replicas for name in names_of(replica) if tenant.may_use(names_of(replica))}
 
 
@@ -278,7 +312,9 @@ def estimate_prompt(request: GenerateRequest) -> int:
     """Tokens of the prompt, by its length in bytes, for the gateway has no tokenizer."""
     ids = request.prompt_token_ids
     num_given = sum(len(part.token_ids) + part.max_tokens for module in request.modules for part in module.parts)
-    num_given += IMAGE_TOKENS * sum(part.image is not None for message in request.messages or () for part in message.parts)
+    num_given += IMAGE_TOKENS * sum(
+        part.image is not None for message in request.messages or () for part in message.parts
+    )
     return num_given + (len(ids) if ids is not None else sum(map(num_bytes, texts_of(request))) // BYTES_PER_TOKEN + 1)
 
 
@@ -288,7 +324,9 @@ def estimate_output(request: GenerateRequest, registry: Registry) -> int:
         return 0
     if request.params.max_tokens is None:
         return UNBOUNDED_TOKENS
-    lengths = [replica.max_model_len for replica in registry.of("compute", request.model) if replica.max_model_len is not None]
+    lengths = [
+        replica.max_model_len for replica in registry.of("compute", request.model) if replica.max_model_len is not None
+    ]
     return min([request.params.max_tokens, *lengths])
 
 
@@ -313,7 +351,9 @@ def num_bytes(text: str) -> int:
     return len(text) if text.isascii() else 3 * len(text)
 
 
-async def admit(admission: Admission, caller: Caller, record: ResponseRecord, requests: list[GenerateRequest], stored: bytes) -> None:
+async def admit(
+    admission: Admission, caller: Caller, record: ResponseRecord, requests: list[GenerateRequest], stored: bytes
+) -> None:
     """Submit requests as their tenant's: they share cached prefixes with no other tenant's, and have his
     priority. There is no other way in.
 
@@ -321,10 +361,16 @@ async def admit(admission: Admission, caller: Caller, record: ResponseRecord, re
     serve.
     """
     packed = replace(record, tenant_id=caller.tenant.tenant_id).pack()
-    owned = [structs.replace(each, scheduling=scheduling_of(caller.tenant, each.scheduling)) for each in requests] if caller.tenant.tenant_id else requests
+    owned = (
+        [structs.replace(each, scheduling=scheduling_of(caller.tenant, each.scheduling)) for each in requests]
+        if caller.tenant.tenant_id
+        else requests
+    )
     with redis_errors_as_503():
         keeps = KEPT_BYTES if record.is_background else 0
-        await admission.submit(caller, record.response_id, packed, record.served_model, owned, stored, keeps, record.images)
+        await admission.submit(
+            caller, record.response_id, packed, record.served_model, owned, stored, keeps, record.images
+        )
     record.images.clear()  # the record lives as long as its answer
 
 

@@ -49,7 +49,9 @@ class AppendOnlyFile:
         try:
             await self.client.bgrewriteaof()
         except NoPermissionError as error:
-            log.error("Redis could not write its append-only file: run BGREWRITEAOF before it restarts", reason=str(error))
+            log.error(
+                "Redis could not write its append-only file: run BGREWRITEAOF before it restarts", reason=str(error)
+            )
         except redis.ResponseError as error:
             log.info("another gateway has the append-only file rewritten", reason=str(error))
         else:

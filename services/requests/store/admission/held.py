@@ -22,13 +22,17 @@ DELETE_STORED, REWRITE_STORED = load_script("delete_stored"), load_script("rewri
 def check_size(size: int, most: int) -> None:
     """Raises Invalid for a request that never fits, whatever its tenant holds."""
     if size > most:
-        raise Invalid(f"the request is more than the {size_text(most)} that are kept for a key: lower n, or send less", code="request_exceeds_limit")
+        raise Invalid(
+            f"the request is more than the {size_text(most)} that are kept for a key: lower n, or send less",
+            code="request_exceeds_limit",
+        )
 
 
 def too_much_held(held: int, more: int, most: int, wait_s: int) -> Rejected:
     """The refusal of a request of `more` bytes by a tenant that holds `held`."""
     message = (
-        f"this key's requests and stored responses hold {size_text(held)}, and {size_text(most)} at most are kept: this request would add {size_text(more)}. "
+        f"this key's requests and stored responses hold {size_text(held)}, and {size_text(most)} at most are kept: "
+        f"this request would add {size_text(more)}. "
         f"Delete stored responses, send store: false, or come again: the oldest expires in {wait_s} s"
     )
     return Rejected(message, status=429, retry_after_s=min(wait_s, MAX_WAIT_S), code=CODE)
@@ -39,7 +43,9 @@ def queue_delete(pipe: "redis.asyncio.client.Pipeline", tenant_id: str, response
     DELETE_STORED.call(pipe, [held_key(tenant_id), stored_key(response_id)], response_id)
 
 
-def queue_rewrite(pipe: "redis.asyncio.client.Pipeline", tenant_id: str, response_id: str, size: int, content: bytes, needed: str = "") -> None:
+def queue_rewrite(
+    pipe: "redis.asyncio.client.Pipeline", tenant_id: str, response_id: str, size: int, content: bytes, needed: str = ""
+) -> None:
     """Queue new stored data for a response that has ended, if the old has not changed since it was read.
     size: of the old data, in bytes. needed: a response that must be stored, too; empty: none."""
     keys = [held_key(tenant_id), stored_key(response_id), *([stored_key(needed)] if needed else [])]

@@ -86,10 +86,14 @@ class KnownReplicas:
 def gone(live: Registry, last: Mapping[tuple[str, str], Replica]) -> Iterator[Replica]:
     """The last replicas of stages and models that have no live one. A name that a live model has now is
     that model's."""
-    models = {name: each.model for each in live.replicas if each.model is not None for name in (each.model, *each.aliases)}
+    models = {
+        name: each.model for each in live.replicas if each.model is not None for name in (each.model, *each.aliases)
+    }
     for (stage, model), each in last.items():
         if not live.of(stage, model) and models.get(model, model) == model:
-            yield structs.replace(each, aliases=tuple(alias for alias in each.aliases if models.get(alias, model) == model))
+            yield structs.replace(
+                each, aliases=tuple(alias for alias in each.aliases if models.get(alias, model) == model)
+            )
 
 
 def described(registry: Registry) -> dict[tuple[str, str], Replica]:

@@ -34,7 +34,10 @@ class RedisMemory:
         """The problem in words. Empty: there is room."""
         if not self.is_nearly_full:
             return ""
-        return f"redis is nearly full: {size_text(self.memory.used)} of {size_text(self.memory.limit)} are used, so no new requests are taken"
+        return (
+            f"redis is nearly full: {size_text(self.memory.used)} of {size_text(self.memory.limit)} are used, so no "
+            "new requests are taken"
+        )
 
     async def run(self) -> None:
         """Read it now and then, until cancelled."""
@@ -42,5 +45,8 @@ class RedisMemory:
             info: dict[str, Any] = await persist(lambda: self.client.info("memory"), self.backoff)
             was_full, self.memory = self.is_nearly_full, memory_of(info)
             if self.is_nearly_full != was_full:
-                log.warning("redis is nearly full, refusing new requests" if not was_full else "redis has room again", used=self.memory.used)
+                log.warning(
+                    "redis is nearly full, refusing new requests" if not was_full else "redis has room again",
+                    used=self.memory.used,
+                )
             await asyncio.sleep(LOOK_EVERY_S)

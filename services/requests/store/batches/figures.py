@@ -50,7 +50,11 @@ def queue_backlog(pipe: Pipeline, backlog: Backlog | None) -> None:
     if backlog is None:
         pipe.hdel(BATCH_FIGURES, "lines_waiting", "oldest_at", "progressed_at")
         return
-    found = {"lines_waiting": backlog.lines_waiting, "oldest_at": backlog.oldest_at, "progressed_at": backlog.progressed_at}
+    found = {
+        "lines_waiting": backlog.lines_waiting,
+        "oldest_at": backlog.oldest_at,
+        "progressed_at": backlog.progressed_at,
+    }
     pipe.hset(BATCH_FIGURES, mapping=found)
     pipe.expire(BATCH_FIGURES, FILE_TTL_S)
 
@@ -73,10 +77,20 @@ class BatchFigures:
     def families(self) -> Iterator[Metric]:
         waiting = self._of("lines_waiting") if self.num_running else 0
         yield GaugeMetricFamily("penstock_batches_running", "Batches that have not ended", value=self.num_running)
-        yield GaugeMetricFamily("penstock_batch_lines_waiting", "Their lines without an answer, of those that are checked", value=waiting)
-        yield GaugeMetricFamily("penstock_batch_oldest_seconds", "Since the oldest of them was made", value=self.age("oldest_at"))
-        yield GaugeMetricFamily("penstock_batch_longest_pause_seconds", "For which one of them has not moved", value=self.age("progressed_at"))
-        lines = CounterMetricFamily("penstock_batch_lines", "Lines of batches that were answered, or never will be", labels=["outcome"])
+        yield GaugeMetricFamily(
+            "penstock_batch_lines_waiting", "Their lines without an answer, of those that are checked", value=waiting
+        )
+        yield GaugeMetricFamily(
+            "penstock_batch_oldest_seconds", "Since the oldest of them was made", value=self.age("oldest_at")
+        )
+        yield GaugeMetricFamily(
+            "penstock_batch_longest_pause_seconds",
+            "For which one of them has not moved",
+            value=self.age("progressed_at"),
+        )
+        lines = CounterMetricFamily(
+            "penstock_batch_lines", "Lines of batches that were answered, or never will be", labels=["outcome"]
+        )
         for outcome in OUTCOMES:
             lines.add_metric([outcome], self._of(outcome))
         yield lines
@@ -84,8 +98,12 @@ class BatchFigures:
         for status in ENDS:
             ended.add_metric([status], self._of(ENDED + status))
         yield ended
-        yield CounterMetricFamily("penstock_batch_prompt_tokens", "Prompt tokens of lines that were answered", value=self._of("input_tokens"))
-        yield CounterMetricFamily("penstock_batch_generation_tokens", "Tokens generated for them", value=self._of("output_tokens"))
+        yield CounterMetricFamily(
+            "penstock_batch_prompt_tokens", "Prompt tokens of lines that were answered", value=self._of("input_tokens")
+        )
+        yield CounterMetricFamily(
+            "penstock_batch_generation_tokens", "Tokens generated for them", value=self._of("output_tokens")
+        )
 
     def _of(self, name: str) -> Any:
         return self.values.get(name, 0)

@@ -27,9 +27,13 @@ def read_line(text: bytes, endpoint: str, max_bytes: int) -> BatchLine:
     value = read_object(text, "line", "invalid_json_line")
     custom_id, body = value.get("custom_id"), value.get("body")
     if not isinstance(custom_id, str) or not 0 < len(custom_id) <= MAX_CUSTOM_ID:
-        raise Invalid(f"custom_id must be a text of 1 to {MAX_CUSTOM_ID} characters", param="custom_id", code="invalid_custom_id")
+        raise Invalid(
+            f"custom_id must be a text of 1 to {MAX_CUSTOM_ID} characters", param="custom_id", code="invalid_custom_id"
+        )
     if unknown := next((name for name in value if name not in FIELDS), None):
-        raise Invalid(f"unknown or unsupported field: {shortened(unknown)}", param=shortened(unknown), code="unknown_parameter")
+        raise Invalid(
+            f"unknown or unsupported field: {shortened(unknown)}", param=shortened(unknown), code="unknown_parameter"
+        )
     if value.get("method") != "POST":
         raise Invalid("method must be POST", param="method", code="invalid_method")
     if value.get("url") != endpoint:

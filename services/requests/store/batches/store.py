@@ -90,7 +90,9 @@ class Batch:
     error_file_id: str = ""
     errors: list[dict[str, Any]] | None = None
     traceparent: str = ""  # of the request that made it; empty: it is not traced
-    num_begun: int = 0  # runs in a row that died, or failed by a mistake of ours, before they had answered a further line
+    num_begun: int = (
+        0  # runs in a row that died, or failed by a mistake of ours, before they had answered a further line
+    )
 
     @property
     def is_running(self) -> bool:
@@ -126,7 +128,11 @@ class Batch:
             "created_at": record.created_at,
             "expires_at": record.expires_at,
             **{f"{status}_at": self.times.get(status) for status in statuses},
-            "request_counts": {"total": self.total, "completed": totals.completed, "failed": totals.failed + totals.not_executed},
+            "request_counts": {
+                "total": self.total,
+                "completed": totals.completed,
+                "failed": totals.failed + totals.not_executed,
+            },
             "usage": {
                 "input_tokens": totals.input_tokens,
                 "input_tokens_details": {"cached_tokens": totals.cached_tokens},
@@ -147,7 +153,16 @@ class BatchStore:
         input is checked. Raises Rejected (429) if too many of the owner's are running."""
         keys = batch_key(record.batch_id), batches_key(record.owner), BATCHES_RUNNING
         asked = table(id=record.batch_id, now=time.time(), ttl=TTL_S, max_running=MAX_RUNNING, max_kept=MAX_KEPT)
-        values = "record", msgpack.packb(asdict(record)), "status", "validating", "traceparent", traceparent, "model", model
+        values = (
+            "record",
+            msgpack.packb(asdict(record)),
+            "status",
+            "validating",
+            "traceparent",
+            traceparent,
+            "model",
+            model,
+        )
         with redis_errors_as_503():
             async with self.client.pipeline(transaction=True) as pipe:
                 CREATE_BATCH.call(pipe, keys, asked, *values)
@@ -163,7 +178,9 @@ class BatchStore:
             values: Any = await self.client.hgetall(batch_key(batch_id))
             batch = read_batch(batch_id, values)
         if batch is None or not tenant.sees(batch.record.owner):
-            raise Invalid(f"No batch found with id '{shortened(batch_id)}'.", param="batch_id", code="batch_not_found", status=404)
+            raise Invalid(
+                f"No batch found with id '{shortened(batch_id)}'.", param="batch_id", code="batch_not_found", status=404
+            )
         return batch
 
     async def list_of(self, owner: str, after: str | None, count: int) -> list[Batch]:
@@ -181,7 +198,9 @@ class BatchStore:
                 values = await pipe.execute()
             if gone := [name for name, value in zip(found, values, strict=True) if not value]:
                 await self.client.zrem(batches_key(owner), *gone)
-        return [batch for name, value in zip(names, values, strict=True) if (batch := read_batch(name, value)) is not None]
+        return [
+            batch for name, value in zip(names, values, strict=True) if (batch := read_batch(name, value)) is not None
+        ]
 
     async def running(self) -> list[Batch]:
         """The batches of all owners that have not ended, the newest first."""
@@ -191,7 +210,11 @@ class BatchStore:
                 keys = [name.decode(errors="replace") for name in names]
                 for key in keys:
                     pipe.hgetall(batch_key(key))
-                found = [batch for key, values in zip(keys, await pipe.execute(), strict=True) if (batch := read_batch(key, values)) is not None]
+                found = [
+                    batch
+                    for key, values in zip(keys, await pipe.execute(), strict=True)
+                    if (batch := read_batch(key, values)) is not None
+                ]
         return sorted(found, key=lambda each: each.record.created_at, reverse=True)
 
     async def move(self, batch_id: str, allowed: tuple[str, ...], status: str, **values: Any) -> str | None:

@@ -21,7 +21,9 @@ from shared.process.telemetry import get_logger
 
 PIECE_BYTES = 1 << 20
 UNFINISHED = ".part"  # in the name of what is being written
-PATH = re.compile(r"[0-9A-Za-z_][0-9A-Za-z_.-]*(/[0-9A-Za-z_][0-9A-Za-z_.-]*)*")  # no part is `..`, and none is a pattern to fsspec
+PATH = re.compile(
+    r"[0-9A-Za-z_][0-9A-Za-z_.-]*(/[0-9A-Za-z_][0-9A-Za-z_.-]*)*"
+)  # no part is `..`, and none is a pattern to fsspec
 
 log = get_logger("penstock.gateway")
 
@@ -95,7 +97,11 @@ class Storage:
 
     def abandoned(self, folder: str, after_s: float) -> list[str]:
         """The names of a folder's incomplete files that were not written to for so long."""
-        return [name for name, info in self._listed(folder) if name.endswith(UNFINISHED) and time.time() - modified_at(info) > after_s]
+        return [
+            name
+            for name, info in self._listed(folder)
+            if name.endswith(UNFINISHED) and time.time() - modified_at(info) > after_s
+        ]
 
     def _within(self, path: str) -> str:
         """The whole path of what is in this storage. Raises OutsideFolder for a path that leads out
@@ -112,7 +118,10 @@ class Storage:
     def _listed(self, folder: str) -> list[tuple[str, dict[str, Any]]]:
         try:
             self.fs.invalidate_cache()  # another process may have written there
-            return sorted(((info["name"].rpartition("/")[2], info) for info in self.fs.ls(self._within(folder), detail=True)), key=lambda each: each[0])
+            return sorted(
+                ((info["name"].rpartition("/")[2], info) for info in self.fs.ls(self._within(folder), detail=True)),
+                key=lambda each: each[0],
+            )
         except FileNotFoundError:
             return []
 

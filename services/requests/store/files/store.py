@@ -48,9 +48,15 @@ class FileRecord:
     def describe(self) -> dict[str, Any]:
         """The object of the API."""
         return {
-            "id": self.file_id, "object": "file", "bytes": self.num_bytes, "created_at": self.created_at, "expires_at": self.expires_at,
-            "filename": self.filename, "purpose": self.purpose, "status": "processed",
-        }  # fmt: skip
+            "id": self.file_id,
+            "object": "file",
+            "bytes": self.num_bytes,
+            "created_at": self.created_at,
+            "expires_at": self.expires_at,
+            "filename": self.filename,
+            "purpose": self.purpose,
+            "status": "processed",
+        }
 
 
 class FileStore:
@@ -75,9 +81,13 @@ class FileStore:
             values: list[Any] = await self.client.mget([file_key(name) for name in names]) if names else []
             if gone := [name for name, value in zip(names, values, strict=True) if value is None]:
                 await self.client.zrem(files_key(owner), *gone)
-        return [record for name, value in zip(names, values, strict=True) if (record := read_file(name, value)) is not None]
+        return [
+            record for name, value in zip(names, values, strict=True) if (record := read_file(name, value)) is not None
+        ]
 
-    async def check_room(self, owner: str, num_bytes: int, *, max_size: int, coming: dict[str, int] | None = None) -> None:
+    async def check_room(
+        self, owner: str, num_bytes: int, *, max_size: int, coming: dict[str, int] | None = None
+    ) -> None:
         """Check that there is room for one more file. max_size: of all of the owner's, in bytes.
         coming: sizes by id of those that are being stored.
 
@@ -87,9 +97,15 @@ class FileStore:
         if len(sizes) >= MAX_FILES:
             raise Invalid(f"there are {MAX_FILES} files already: delete some", code="too_many_files", status=413)
         if (size := sum(sizes.values())) + num_bytes > max_size:
-            raise Invalid(f"this file has {num_bytes} bytes, and of {max_size} for all files {size} are taken: delete some", code="storage_full", status=413)
+            raise Invalid(
+                f"this file has {num_bytes} bytes, and of {max_size} for all files {size} are taken: delete some",
+                code="storage_full",
+                status=413,
+            )
 
-    async def add(self, file: IO[bytes], owner: str, filename: str, purpose: str, ttl_s: int, *, max_size: int) -> FileRecord:
+    async def add(
+        self, file: IO[bytes], owner: str, filename: str, purpose: str, ttl_s: int, *, max_size: int
+    ) -> FileRecord:
         """Keep a file that has been received. Raises what `check_room` raises; TimeoutError if the
         storage is too slow."""
         num_bytes = await asyncio.to_thread(file.seek, 0, 2)
@@ -109,7 +125,12 @@ class FileStore:
             before = await RESERVE_UPLOAD.run(self.client, [key], own, int(RESERVED_S * 1000))
         try:
             coming = dict(each.decode().split("/") for each in before)
-            await self.check_room(record.owner, record.num_bytes, max_size=max_size, coming={name: int(size) for name, size in coming.items()})
+            await self.check_room(
+                record.owner,
+                record.num_bytes,
+                max_size=max_size,
+                coming={name: int(size) for name, size in coming.items()},
+            )
             yield
         finally:
             with suppress(Recoverable), redis_errors_as_503():  # without Redis the reservation expires

@@ -41,7 +41,9 @@ class Module(Body):
     """A text that prompts are put together from."""
 
     name: Name = Field(description="by which requests name it")
-    text: str = Field(min_length=1, description="what the model reads; {name} is where the argument of that parameter goes")
+    text: str = Field(
+        min_length=1, description="what the model reads; {name} is where the argument of that parameter goes"
+    )
     parameters: Annotated[dict[str, Parameter], BeforeValidator(at_most(MAX_PARAMETERS))] = Field(
         {}, description="names of parameters, and how many tokens each one's argument may have"
     )
@@ -60,7 +62,10 @@ class Module(Body):
         if not self.parameters:
             return [ModulePiece(self.text)]
         split = re.split("(" + "|".join(re.escape("{" + name + "}") for name in self.parameters) + ")", self.text)
-        found = [ModulePiece(text) if number % 2 == 0 else ModulePiece("", text[1:-1], self.parameters[text[1:-1]]) for number, text in enumerate(split)]
+        found = [
+            ModulePiece(text) if number % 2 == 0 else ModulePiece("", text[1:-1], self.parameters[text[1:-1]])
+            for number, text in enumerate(split)
+        ]
         return [piece for piece in found if piece.text or piece.parameter]
 
 
@@ -69,11 +74,18 @@ class Entry(Body):
 
     name: Name | None = Field(None, description="of one module; see Module")
     text: str | None = Field(None, description="of one module")
-    parameters: Annotated[dict[str, Parameter], BeforeValidator(at_most(MAX_PARAMETERS))] = Field({}, description="of one module")
+    parameters: Annotated[dict[str, Parameter], BeforeValidator(at_most(MAX_PARAMETERS))] = Field(
+        {}, description="of one module"
+    )
     union: Annotated[list[Module] | None, BeforeValidator(at_most(MAX_MODULES))] = Field(
         None, description="modules that begin at the same position: a prompt takes one of them at most"
     )
-    position: int | None = Field(None, ge=0, le=MAX_POSITION, description="where it begins instead; modules that are used together may overlap then")
+    position: int | None = Field(
+        None,
+        ge=0,
+        le=MAX_POSITION,
+        description="where it begins instead; modules that are used together may overlap then",
+    )
     _members: list[Module] = PrivateAttr([])
 
     @model_validator(mode="after")
@@ -94,7 +106,11 @@ class Entry(Body):
 class PromptModulesBody(Body):
     """A set of modules."""
 
-    model: str = Field("", max_length=MAX_NAME, description="a served name, by whose tokenizer they are measured; may be left out if only one is served")
+    model: str = Field(
+        "",
+        max_length=MAX_NAME,
+        description="a served name, by whose tokenizer they are measured; may be left out if only one is served",
+    )
     modules: Annotated[list[Entry], BeforeValidator(at_most(MAX_MODULES)), Field(min_length=1)] = Field(
         description="in the order of their positions; see Entry"
     )
@@ -116,7 +132,9 @@ class UsedModule(Body):
     """A module in a prompt."""
 
     name: Name = Field(description="of a module of the set")
-    arguments: Annotated[dict[str, str], BeforeValidator(at_most(MAX_PARAMETERS))] = Field({}, description="texts by parameter; one that is left out is empty")
+    arguments: Annotated[dict[str, str], BeforeValidator(at_most(MAX_PARAMETERS))] = Field(
+        {}, description="texts by parameter; one that is left out is empty"
+    )
 
 
 def also_names(schema: dict[str, Any]) -> None:
@@ -136,8 +154,11 @@ class UsedModules(Body):
     """The modules of a prompt."""
 
     id: str = Field(max_length=64, description="of the set, as POST /v1/prompt_modules answered")
-    use: Annotated[list[UsedModule], BeforeValidator(read_use), BeforeValidator(at_most(MAX_USED)), Field(min_length=1)] = Field(
-        description="names, or objects with a name and arguments; their order says nothing, for each has its place", json_schema_extra=also_names
+    use: Annotated[
+        list[UsedModule], BeforeValidator(read_use), BeforeValidator(at_most(MAX_USED)), Field(min_length=1)
+    ] = Field(
+        description="names, or objects with a name and arguments; their order says nothing, for each has its place",
+        json_schema_extra=also_names,
     )
 
     @model_validator(mode="after")
@@ -149,6 +170,9 @@ class UsedModules(Body):
 
     def check_beside(self, body: Body) -> None:
         """Raises Invalid for what prompts with modules don't have."""
-        asked = [*(name for name in SWITCHES if getattr(body, name, False)), *(name for name in VALUES if getattr(body, name, None) is not None)]
+        asked = [
+            *(name for name in SWITCHES if getattr(body, name, False)),
+            *(name for name in VALUES if getattr(body, name, None) is not None),
+        ]
         if asked:
             raise Invalid(f"{asked[0]} is not available with prompt_modules", param=asked[0])

@@ -63,10 +63,23 @@ class ModuleSet:
 
     def describe(self) -> dict[str, Any]:
         modules = [
-            {"name": each.name, "position": each.position, "num_positions": each.num_positions, "parameters": each.parameters} for each in self.modules
-        ]  # fmt: skip
+            {
+                "name": each.name,
+                "position": each.position,
+                "num_positions": each.num_positions,
+                "parameters": each.parameters,
+            }
+            for each in self.modules
+        ]
         end = max(each.end for each in self.modules)
-        return {"id": self.set_id, "object": "prompt_modules", "created_at": self.created_at, "model": self.model, "num_positions": end, "modules": modules}
+        return {
+            "id": self.set_id,
+            "object": "prompt_modules",
+            "created_at": self.created_at,
+            "model": self.model,
+            "num_positions": end,
+            "modules": modules,
+        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +104,9 @@ class ModuleStore:
         with redis_errors_as_503():
             is_kept = await CREATE_MODULES.run(self.client, keys, asked, *fields)
         if not is_kept:
-            reason = f"at most {MAX_SETS} sets of prompt modules with {size_text(MAX_BYTES)} are kept for a key: delete some"
+            reason = (
+                f"at most {MAX_SETS} sets of prompt modules with {size_text(MAX_BYTES)} are kept for a key: delete some"
+            )
             raise Rejected(reason, status=429, retry_after_s=60, code="storage_limit_exceeded")
         return await self.load(owner, set_id)
 
@@ -102,7 +117,9 @@ class ModuleStore:
             if SET_ID.fullmatch(set_id):
                 about = await self.client.hget(module_set_key(owner, set_id), ABOUT)
         if about is None:
-            raise Invalid(f"no prompt modules {shortened(set_id)!r}", param=param, code="prompt_modules_not_found", status=404)
+            raise Invalid(
+                f"no prompt modules {shortened(set_id)!r}", param=param, code="prompt_modules_not_found", status=404
+            )
         return decode(set_id, about)
 
     async def list_of(self, owner: str) -> list[ModuleSet]:
@@ -130,7 +147,9 @@ class ModuleStore:
         context, if it is known. Raises Invalid."""
         found = await self.load(owner, used.id, f"{PARAM}.id")
         if found.model != model:
-            raise Invalid(f"the prompt modules {found.set_id} are of the model {found.model}, not of {model}", param=f"{PARAM}.id")
+            raise Invalid(
+                f"the prompt modules {found.set_id} are of the model {found.model}, not of {model}", param=f"{PARAM}.id"
+            )
         facts = {each.name: each for each in found.modules}
         check_use(used, facts)
         names = [each.name for each in used.use]
@@ -146,9 +165,16 @@ class ModuleStore:
                 pipe.zadd(module_sets_key(owner), {member_of(found): time.time()}, xx=True)
                 parts: Any = (await pipe.execute())[0]
         if None in parts:  # it was deleted just now
-            raise Invalid(f"no prompt modules {shortened(used.id)!r}", param=f"{PARAM}.id", code="prompt_modules_not_found", status=404)
+            raise Invalid(
+                f"no prompt modules {shortened(used.id)!r}",
+                param=f"{PARAM}.id",
+                code="prompt_modules_not_found",
+                status=404,
+            )
         return tuple(
-            PromptModule(each.name, facts[each.name].end, tuple(part_of(part, each.arguments) for part in orjson.loads(packed)))
+            PromptModule(
+                each.name, facts[each.name].end, tuple(part_of(part, each.arguments) for part in orjson.loads(packed))
+            )
             for each, packed in zip(used.use, parts, strict=True)
         )
 
@@ -206,7 +232,13 @@ def part_of(part: list[Any], arguments: dict[str, str]) -> ModulePart:
 
 def decode(set_id: str, about: bytes) -> ModuleSet:
     values = orjson.loads(about)
-    return ModuleSet(set_id, values["model"], values["created_at"], values["num_bytes"], [ModuleFacts(*each) for each in values["modules"]])
+    return ModuleSet(
+        set_id,
+        values["model"],
+        values["created_at"],
+        values["num_bytes"],
+        [ModuleFacts(*each) for each in values["modules"]],
+    )
 
 
 def member_of(found: ModuleSet) -> str:

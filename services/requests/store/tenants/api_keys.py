@@ -91,7 +91,15 @@ def add_key(path: Path, name: str, **limits: object) -> str:
             raise StartupError(f"there is a key called {name!r} already: revoke it first, or rotate it")
         secret = _new_secret()
         try:
-            keys.append(ApiKey(name=name, tenant_id=secrets.token_hex(8), sha256=digest_of(secret).hex(), created_at=time.time(), **limits))
+            keys.append(
+                ApiKey(
+                    name=name,
+                    tenant_id=secrets.token_hex(8),
+                    sha256=digest_of(secret).hex(),
+                    created_at=time.time(),
+                    **limits,
+                )
+            )
         except ValidationError as error:
             first = error.errors()[0]
             raise StartupError(f"{'.'.join(map(str, first['loc']))}: {first['msg']}, got {first['input']!r}") from None
@@ -172,11 +180,14 @@ def check_exposure(settings: GatewaySettings) -> None:
     if not settings.auth or wants_keys(settings):
         return
     try:
-        found = socket.getaddrinfo(settings.host or None, settings.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        found = socket.getaddrinfo(
+            settings.host or None, settings.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )
     except OSError as error:
         raise StartupError(f"--host {settings.host}: {error.strerror or error}") from None
     if not all(ipaddress.ip_address(str(address[0]).partition("%")[0]).is_loopback for *_, address in found):
         raise StartupError(
             f"without API keys the gateway listens on loopback only, not on {settings.host or 'every interface'}: "
-            "make a key (penstock keys add NAME), or say --no-auth (PENSTOCK_AUTH=false) if every client that reaches it may use it"
+            "make a key (penstock keys add NAME), or say --no-auth (PENSTOCK_AUTH=false) if every client that reaches "
+            "it may use it"
         )

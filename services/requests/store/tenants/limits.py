@@ -54,12 +54,20 @@ class Caller:
         tenant = self.tenant
         if not tenant.has_limits:
             return None
-        num_requests, num_charged = (0, num_output_tokens) if self.is_charged else (0 if self.is_counted else 1, num_tokens)
+        num_requests, num_charged = (
+            (0, num_output_tokens) if self.is_charged else (0 if self.is_counted else 1, num_tokens)
+        )
         if tenant.tokens_per_minute is not None and num_charged > tenant.tokens_per_minute:
-            message = f"the request has {num_charged} tokens, prompt and output, and this key may use {tenant.tokens_per_minute} a minute: lower max_tokens"
+            message = (
+                f"the request has {num_charged} tokens, prompt and output, and this key may use "
+                f"{tenant.tokens_per_minute} a minute: lower max_tokens"
+            )
             raise Invalid(message, param="max_tokens", code="request_exceeds_limit")
         if tenant.max_concurrency is not None and num_sequences > tenant.max_concurrency:
-            message = f"the request makes {num_sequences} sequences, and this key may run {tenant.max_concurrency} at once: lower n, or send fewer prompts"
+            message = (
+                f"the request makes {num_sequences} sequences, and this key may run {tenant.max_concurrency} at "
+                "once: lower n, or send fewer prompts"
+            )
             raise Invalid(message, param="n", code="request_exceeds_limit")
         return Charge(
             tenant.requests_per_minute,

@@ -77,7 +77,9 @@ class SharedLimits:
                 mark, at, model = value[1:].split(b" ", 2)
                 if time.time() - float(at) > SUBMITTING_S:
                     by_cell[mark].append((request_id, model.decode()))
-        ended = [request_id for mark, places in by_cell.items() for request_id in await self._ended(mark.decode(), places)]
+        ended = [
+            request_id for mark, places in by_cell.items() for request_id in await self._ended(mark.decode(), places)
+        ]
         return bool(ended) and bool(await self.home.hdel(caller.keys[1], *ended))
 
     async def _ended(self, mark: str, places: list[tuple[bytes, str]]) -> list[bytes]:
@@ -88,6 +90,10 @@ class SharedLimits:
             async with asyncio.timeout(CELL_TIMEOUT_S), self.clients[mark].pipeline(transaction=False) as pipe:
                 for request_id, model in places:
                     pipe.hexists(inflight_key(model), request_id)
-                return [request_id for (request_id, _), is_there in zip(places, await pipe.execute(), strict=True) if not is_there]
+                return [
+                    request_id
+                    for (request_id, _), is_there in zip(places, await pipe.execute(), strict=True)
+                    if not is_there
+                ]
         except (redis.RedisError, OSError, TimeoutError):
             return []

@@ -22,7 +22,9 @@ class Tenant:
 
     @property
     def has_limits(self) -> bool:
-        return any(limit is not None for limit in (self.requests_per_minute, self.tokens_per_minute, self.max_concurrency))
+        return any(
+            limit is not None for limit in (self.requests_per_minute, self.tokens_per_minute, self.max_concurrency)
+        )
 
     @property
     def sees_all(self) -> bool:

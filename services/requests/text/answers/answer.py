@@ -39,7 +39,9 @@ class Delta:
     content: str = ""
     reasoning: str = ""
     calls: list[CallDelta] = field(default_factory=list)
-    kinds: list[str] = field(default_factory=list)  # of these three those that are there, in the order in which they began
+    kinds: list[str] = field(
+        default_factory=list
+    )  # of these three those that are there, in the order in which they began
     logprobs: Sequence[TokenLogprob] | None = None  # None: not requested
     finish_reason: str | None = None  # None: the choice goes on
     stop_reason: str | int | None = None
@@ -47,7 +49,9 @@ class Delta:
     @property
     def is_told(self) -> bool:
         """Whether a client hears of it."""
-        return bool(self.kinds) or self.finish_reason is not None or any(not each.is_end for each in self.logprobs or ())
+        return (
+            bool(self.kinds) or self.finish_reason is not None or any(not each.is_end for each in self.logprobs or ())
+        )
 
     def add_content(self, text: str) -> None:
         self._note("content")
@@ -131,7 +135,9 @@ class Answer:
                 self.reasoning.append(piece.text)
                 delta.add_reasoning(piece.text)
             elif piece.kind == "call":
-                self.calls.append(Call(self._call_id(len(self.calls)), piece.text, [], piece.text in self._parsing.customs))
+                self.calls.append(
+                    Call(self._call_id(len(self.calls)), piece.text, [], piece.text in self._parsing.customs)
+                )
                 delta.add_call(CallDelta(len(self.calls) - 1, self.calls[-1], is_new=True))
             elif piece.kind == "arguments":
                 self.calls[-1].arguments.append(piece.text)

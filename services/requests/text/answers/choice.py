@@ -31,11 +31,17 @@ class Choice:
     fingerprints: list[str] = field(default_factory=list)  # of the compute replicas that made its tokens
     prompt_token_ids: Int32Array | None = None
     embedding: Float32Array | None = None
-    schema_errors: list[dict[str, Any]] = field(default_factory=list)  # where it breaks what of its schema could not be enforced
+    schema_errors: list[dict[str, Any]] = field(
+        default_factory=list
+    )  # where it breaks what of its schema could not be enforced
 
     @classmethod
     def begin(cls, index: int, record: ResponseRecord) -> "Choice":
-        answer = Answer(record.parsing, f"{record.response_id}.{index}", has_reasoning=record.has_reasoning) if record.parsing is not None else None
+        answer = (
+            Answer(record.parsing, f"{record.response_id}.{index}", has_reasoning=record.has_reasoning)
+            if record.parsing is not None
+            else None
+        )
         return cls(index, answer)
 
     def add(self, event: TokenEvent) -> Delta:
@@ -82,7 +88,11 @@ class Usage:
 def usage_of(choices: list[Choice], n: int) -> Usage:
     """A prompt counts once, however many choices were drawn from it."""
     firsts = choices[::n]
-    thinking = [choice.answer.num_reasoning_tokens for choice in choices if choice.answer is not None and choice.answer.is_reasoning_model]
+    thinking = [
+        choice.answer.num_reasoning_tokens
+        for choice in choices
+        if choice.answer is not None and choice.answer.is_reasoning_model
+    ]
     return Usage(
         sum(choice.num_prompt_tokens for choice in firsts),
         sum(choice.num_cached_tokens for choice in firsts),
@@ -103,8 +113,13 @@ def best(choices: list[Choice], record: ResponseRecord) -> list[Choice]:
     average (an empty one, last)."""
     found = choices
     if record.num_best is not None:
-        ranked = [sorted(choices[at : at + record.n], key=mean_logprob, reverse=True)[: record.num_best] for at in range(0, len(choices), record.n)]
-        found = [replace(choice, index=index) for index, choice in enumerate(choice for group in ranked for choice in group)]
+        ranked = [
+            sorted(choices[at : at + record.n], key=mean_logprob, reverse=True)[: record.num_best]
+            for at in range(0, len(choices), record.n)
+        ]
+        found = [
+            replace(choice, index=index) for index, choice in enumerate(choice for group in ranked for choice in group)
+        ]
     return [replace(choice, logprobs=None) for choice in found] if record.hides_logprobs else found
 
 

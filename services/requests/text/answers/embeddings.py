@@ -13,7 +13,10 @@ def embeddings_body(record: ResponseRecord, choices: list[Choice], *, is_base64:
     num_tokens = sum(choice.num_prompt_tokens for choice in choices)
     return {
         "object": "list",
-        "data": [{"object": "embedding", "index": choice.index, "embedding": _vector(choice.embedding, is_base64=is_base64)} for choice in choices],
+        "data": [
+            {"object": "embedding", "index": choice.index, "embedding": _vector(choice.embedding, is_base64=is_base64)}
+            for choice in choices
+        ],
         "model": record.model,
         "usage": {"prompt_tokens": num_tokens, "total_tokens": num_tokens},
     }

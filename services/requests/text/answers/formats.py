@@ -45,9 +45,10 @@ class ChunkFormat(Protocol):
 def usage_fields(usage: Usage) -> dict[str, Any]:
     """OpenAI's object."""
     details = {
-        "reasoning_tokens": usage.num_reasoning_tokens, "accepted_prediction_tokens": usage.num_accepted_prediction_tokens,
+        "reasoning_tokens": usage.num_reasoning_tokens,
+        "accepted_prediction_tokens": usage.num_accepted_prediction_tokens,
         "rejected_prediction_tokens": usage.num_rejected_prediction_tokens,
-    }  # fmt: skip
+    }
     known = {name: count for name, count in details.items() if count is not None}
     return {
         "prompt_tokens": usage.num_prompt_tokens,
@@ -101,13 +102,18 @@ def message_fields(answer: Answer) -> dict[str, Any]:
     return made
 
 
-def make_chunk(head: dict[str, Any], made: list[dict[str, Any]], record: ResponseRecord, choice: Choice | None) -> dict[str, Any]:
+def make_chunk(
+    head: dict[str, Any], made: list[dict[str, Any]], record: ResponseRecord, choice: Choice | None
+) -> dict[str, Any]:
     """A chunk of a stream. Where the client asked for usage, all but the last say that it is null,
     or what it is so far of the chunk's choice."""
     chunk = {**head, **fingerprint_field([choice] if choice is not None else []), "choices": made}
     if not record.has_usage:
         return chunk
-    return {**chunk, "usage": usage_fields(usage_of([choice], 1)) if record.has_continuous_usage and choice is not None else None}
+    return {
+        **chunk,
+        "usage": usage_fields(usage_of([choice], 1)) if record.has_continuous_usage and choice is not None else None,
+    }
 
 
 class ChatFormat:
@@ -130,16 +136,31 @@ class ChatFormat:
         fields = delta_fields(delta, is_legacy=choice.answer is not None and choice.answer.is_legacy)
         if fields or any(not each.is_end for each in delta.logprobs or ()) or of_prompt or ids.get("token_ids"):
             logprobs = chat_logprobs(delta.logprobs, self.record) if delta.logprobs is not None else None
-            own = {"index": choice.index, "delta": fields or {"content": ""}, "logprobs": logprobs, "finish_reason": None} | ids
+            own = {
+                "index": choice.index,
+                "delta": fields or {"content": ""},
+                "logprobs": logprobs,
+                "finish_reason": None,
+            } | ids
             made.append(self._chunk([own], choice) | of_prompt)
         return [*made, self.end(choice)] if event.finish_reason is not None else made
 
     def end(self, choice: Choice) -> dict[str, Any]:
-        own = {"index": choice.index, "delta": {}, "logprobs": None, "finish_reason": choice.finish_reason, "stop_reason": choice.stop_reason}
+        own = {
+            "index": choice.index,
+            "delta": {},
+            "logprobs": None,
+            "finish_reason": choice.finish_reason,
+            "stop_reason": choice.stop_reason,
+        }
         return self._chunk([own], choice) | errors_field([choice])
 
     def usage_chunk(self, choices: list[Choice]) -> dict[str, Any]:
-        return self._chunk([], None) | fingerprint_field(choices) | {"usage": usage_fields(usage_of(choices, self.record.n))}
+        return (
+            self._chunk([], None)
+            | fingerprint_field(choices)
+            | {"usage": usage_fields(usage_of(choices, self.record.n))}
+        )
 
     def whole(self, choices: list[Choice]) -> dict[str, Any]:
         return {
@@ -193,7 +214,13 @@ class CompletionFormat:
     def chunks(self, choice: Choice, event: TokenEvent, delta: Delta) -> list[dict[str, Any]]:
         prompt = event.prompt_logprobs
         ids = ids_field(self.record, [] if event.token_id is None else [event.token_id])
-        if not delta.content and not delta.logprobs and delta.finish_reason is None and prompt is None and not ids.get("token_ids"):
+        if (
+            not delta.content
+            and not delta.logprobs
+            and delta.finish_reason is None
+            and prompt is None
+            and not ids.get("token_ids")
+        ):
             return []
         own = {
             "index": choice.index,
@@ -203,14 +230,30 @@ class CompletionFormat:
             "stop_reason": delta.stop_reason,
         }
         schema_errors = errors_field([choice]) if delta.finish_reason is not None else {}
-        return [self._chunk([own | prompt_field(self.record, prompt) | ids | prompt_ids_field(self.record, event.prompt_token_ids)], choice) | schema_errors]
+        return [
+            self._chunk(
+                [own | prompt_field(self.record, prompt) | ids | prompt_ids_field(self.record, event.prompt_token_ids)],
+                choice,
+            )
+            | schema_errors
+        ]
 
     def end(self, choice: Choice) -> dict[str, Any]:
-        own = {"index": choice.index, "text": "", "logprobs": None, "finish_reason": choice.finish_reason, "stop_reason": choice.stop_reason}
+        own = {
+            "index": choice.index,
+            "text": "",
+            "logprobs": None,
+            "finish_reason": choice.finish_reason,
+            "stop_reason": choice.stop_reason,
+        }
         return self._chunk([own], choice) | errors_field([choice])
 
     def usage_chunk(self, choices: list[Choice]) -> dict[str, Any]:
-        return self._chunk([], None) | fingerprint_field(choices) | {"usage": usage_fields(usage_of(choices, self.record.n))}
+        return (
+            self._chunk([], None)
+            | fingerprint_field(choices)
+            | {"usage": usage_fields(usage_of(choices, self.record.n))}
+        )
 
     def whole(self, choices: list[Choice]) -> dict[str, Any]:
         return {
@@ -232,19 +275,27 @@ class CompletionFormat:
             **errors_field(choices),
         }
 
-    def _logprobs(self, logprobs: Iterable[TokenLogprob] | None, prompt: PromptLogprobs | None) -> dict[str, Any] | None:
+    def _logprobs(
+        self, logprobs: Iterable[TokenLogprob] | None, prompt: PromptLogprobs | None
+    ) -> dict[str, Any] | None:
         """OpenAI's old form: four lists in step, over what is echoed of the prompt and the
         answer."""
         num_echoed = self.record.num_echo_logprobs if prompt is not None else None
         if logprobs is None and num_echoed is None:
             return None
         by_id = self.record.names_tokens_by_id
-        listed = echoed(prompt, num_echoed, by_id=by_id) if prompt is not None and num_echoed is not None else EchoedLogprobs()
+        listed = (
+            echoed(prompt, num_echoed, by_id=by_id)
+            if prompt is not None and num_echoed is not None
+            else EchoedLogprobs()
+        )
         for entry in logprobs or ():
             name = name_of(entry, by_id=by_id)
             listed.tokens.append(name)
             listed.token_logprobs.append(finite(entry.logprob))
-            listed.top_logprobs.append(likeliest([(name, entry.logprob), *((name_of(top, by_id=by_id), top.logprob) for top in entry.top)]))
+            listed.top_logprobs.append(
+                likeliest([(name, entry.logprob), *((name_of(top, by_id=by_id), top.logprob) for top in entry.top)])
+            )
             listed.text_offset.append(entry.text_offset)
         return asdict(listed)
 
@@ -254,7 +305,13 @@ class CompletionFormat:
 
 def head_of(record: ResponseRecord, kind: str) -> dict[str, Any]:
     fingerprint = record.fingerprint or None
-    return {"id": record.response_id, "object": kind, "created": record.created, "model": record.model, "system_fingerprint": fingerprint}
+    return {
+        "id": record.response_id,
+        "object": kind,
+        "created": record.created,
+        "model": record.model,
+        "system_fingerprint": fingerprint,
+    }
 
 
 def fingerprint_field(choices: list[Choice]) -> dict[str, Any]:
@@ -267,9 +324,20 @@ def fingerprint_field(choices: list[Choice]) -> dict[str, Any]:
 
 def chat_logprobs(logprobs: Iterable[TokenLogprob], record: ResponseRecord) -> dict[str, Any]:
     def described(entry: TokenLogprob | TopLogprob) -> dict[str, Any]:
-        return {"token": chat_name_of(entry, by_id=record.names_tokens_by_id), "logprob": finite(entry.logprob), "bytes": list(entry.raw)}
+        return {
+            "token": chat_name_of(entry, by_id=record.names_tokens_by_id),
+            "logprob": finite(entry.logprob),
+            "bytes": list(entry.raw),
+        }
 
-    return {"content": [described(entry) | {"top_logprobs": [described(top) for top in entry.top]} for entry in logprobs if not entry.is_end], "refusal": None}
+    return {
+        "content": [
+            described(entry) | {"top_logprobs": [described(top) for top in entry.top]}
+            for entry in logprobs
+            if not entry.is_end
+        ],
+        "refusal": None,
+    }
 
 
 def name_of(entry: TokenLogprob | TopLogprob, *, by_id: bool) -> str:
@@ -333,7 +401,9 @@ class Frames:
 
     def __init__(self, form: ChunkFormat, record: ResponseRecord) -> None:
         self.format = form
-        self.is_any = not record.has_token_ids and not record.has_continuous_usage  # else each chunk has figures of its own
+        self.is_any = (
+            not record.has_token_ids and not record.has_continuous_usage
+        )  # else each chunk has figures of its own
         self._around: dict[tuple[int, int], list[bytes]] = {}
 
     def encode(self, choice: Choice, event: TokenEvent, text: str) -> bytes:

@@ -30,7 +30,9 @@ class EchoedLogprobs:
 
     tokens: list[str] = field(default_factory=list)
     token_logprobs: list[float | None] = field(default_factory=list)
-    top_logprobs: list[dict[str, float] | None] = field(default_factory=list)  # the likeliest in the token's place, and the token itself
+    top_logprobs: list[dict[str, float] | None] = field(
+        default_factory=list
+    )  # the likeliest in the token's place, and the token itself
     text_offset: list[int] = field(default_factory=list)
 
 
@@ -40,8 +42,16 @@ def echoed(prompt: PromptLogprobs, num_top: int, *, by_id: bool) -> EchoedLogpro
     text_of = {token_id: f"token_id:{token_id}" if by_id else text for token_id, text in texts(prompt).items()}
     tokens = [text_of[token_id] for token_id in prompt.token_ids.tolist()]
     own = zip(tokens[1:], prompt.logprobs.tolist(), strict=True)
-    tops = [likeliest((each, *((text_of[token_id], logprob) for token_id, logprob in row))) for each, row in zip(own, top_rows(prompt, num_top), strict=True)]
-    return EchoedLogprobs(tokens, [None, *map(finite, prompt.logprobs.tolist())], [None, *tops], prompt.text_offsets.tolist() or [0] * len(tokens))
+    tops = [
+        likeliest((each, *((text_of[token_id], logprob) for token_id, logprob in row)))
+        for each, row in zip(own, top_rows(prompt, num_top), strict=True)
+    ]
+    return EchoedLogprobs(
+        tokens,
+        [None, *map(finite, prompt.logprobs.tolist())],
+        [None, *tops],
+        prompt.text_offsets.tolist() or [0] * len(tokens),
+    )
 
 
 def by_token_id(prompt: PromptLogprobs, num_top: int) -> list[dict[str, dict[str, Any]] | None]:
@@ -54,7 +64,9 @@ def by_token_id(prompt: PromptLogprobs, num_top: int) -> list[dict[str, dict[str
     for (token_id, logprob, rank), row in zip(own, top_rows(prompt, num_top), strict=True):
         entry = {str(token_id): {"logprob": finite(logprob), "rank": rank, "decoded_token": text_of[token_id]}}
         for place, (top_id, top_logprob) in enumerate(row, 1):
-            entry.setdefault(str(top_id), {"logprob": finite(top_logprob), "rank": place, "decoded_token": text_of[top_id]})
+            entry.setdefault(
+                str(top_id), {"logprob": finite(top_logprob), "rank": place, "decoded_token": text_of[top_id]}
+            )
         found.append(entry)
     return found
 
@@ -66,5 +78,7 @@ def texts(prompt: PromptLogprobs) -> dict[int, str]:
 def top_rows(prompt: PromptLogprobs, num_top: int) -> list[list[tuple[int, float]]]:
     """Token ids and logprobs of each row's first num_top."""
     shape = len(prompt.logprobs), prompt.num_top
-    token_ids, logprobs = (each.reshape(shape)[:, :num_top].tolist() for each in (prompt.top_token_ids, prompt.top_logprobs))
+    token_ids, logprobs = (
+        each.reshape(shape)[:, :num_top].tolist() for each in (prompt.top_token_ids, prompt.top_logprobs)
+    )
     return [list(zip(*row, strict=True)) for row in zip(token_ids, logprobs, strict=True)]

@@ -41,5 +41,8 @@ def parse_id(text: str, num_sequences: int) -> list[int]:
     """The positions in a Last-Event-ID. Raises Invalid."""
     parts = text.split(",")
     if len(parts) != num_sequences or not all(POSITION.fullmatch(part) for part in parts):
-        raise Invalid(f"Last-Event-ID must be {num_sequences} positions joined by commas, got {text[:64]!r}", param="Last-Event-ID")
+        raise Invalid(
+            f"Last-Event-ID must be {num_sequences} positions joined by commas, got {text[:64]!r}",
+            param="Last-Event-ID",
+        )
     return [int(part) for part in parts]

@@ -90,7 +90,9 @@ class Fold:
         except RequestFailed as failed:
             return self.translation.failed(failed.error, usage_of([self.choice], 1))
         events = self.translation.add(delta) if delta.is_told else []
-        return events + (self.translation.closing(usage_of([self.choice], 1), errors_field([self.choice])) if self.is_over else [])
+        return events + (
+            self.translation.closing(usage_of([self.choice], 1), errors_field([self.choice])) if self.is_over else []
+        )
 
     def encode(self, events: list[Json]) -> bytes:
         return b"".join(map(self.translation.encode, events))

@@ -17,7 +17,9 @@ THINK = Marks(("<think>",), ("</think>",))
 REASONING: dict[str, Marks] = {
     "deepseek_r1": THINK,
     "qwen3": THINK,
-    "granite": Marks(("Here is my thought process:", "Here's my thought process:"), ("Here is my response:", "Here's my response:")),
+    "granite": Marks(
+        ("Here is my thought process:", "Here's my thought process:"), ("Here is my response:", "Here's my response:")
+    ),
     "mistral": Marks(("[THINK]",), ("[/THINK]",)),
     "gemma4": Marks(("<|channel>thought",), ("<channel|>",)),
     HARMONY: Marks((THOUGHT,), (BETWEEN + ANSWER,)),
@@ -44,7 +46,9 @@ class Parsing:
     names: Sequence[str] = ()  # of the functions
     max_calls: int = 0  # those beyond are dropped; 0: none is
     texts: Sequence[str] = ()  # the parameters, as function.parameter, whose values are texts as they stand; for XML
-    customs: Sequence[str] = ()  # of the names, those of custom tools: the one argument is a text, which the client gets as it is
+    customs: Sequence[
+        str
+    ] = ()  # of the names, those of custom tools: the one argument is a text, which the client gets as it is
     is_legacy: bool = False  # the client knows one function_call, and no tool_calls
 
     @property
@@ -93,7 +97,13 @@ class AnswerParser:
         return self._reasoning is not None and self._reasoning.is_inside
 
     def feed(self, text: str) -> list[Piece]:
-        return merged(self._bounded(self._into_calls(self._reasoning.feed(text) if self._reasoning is not None else [Piece("content", text)])))
+        return merged(
+            self._bounded(
+                self._into_calls(
+                    self._reasoning.feed(text) if self._reasoning is not None else [Piece("content", text)]
+                )
+            )
+        )
 
     def finish(self) -> list[Piece]:
         pieces = self._into_calls(self._reasoning.finish() if self._reasoning is not None else [])
@@ -102,7 +112,11 @@ class AnswerParser:
     def _into_calls(self, pieces: list[Piece]) -> list[Piece]:
         if self._tool_calls is None:
             return pieces
-        return [found for piece in pieces for found in (self._tool_calls.feed(piece.text) if piece.kind == "content" else [piece])]
+        return [
+            found
+            for piece in pieces
+            for found in (self._tool_calls.feed(piece.text) if piece.kind == "content" else [piece])
+        ]
 
     def _bounded(self, pieces: list[Piece]) -> list[Piece]:
         kept = []

@@ -54,8 +54,11 @@ class HarmonyParser:
         self._text, self._at = self._text[self._at :] + text, 0
         pieces: list[Piece] = []
         steps: dict[str, Callable[[list[Piece]], bool]] = {
-            "outside": self._begin, "header": self._read_header, "message": self._read_message, "call": self._read_call,
-        }  # fmt: skip
+            "outside": self._begin,
+            "header": self._read_header,
+            "message": self._read_message,
+            "call": self._read_call,
+        }
         while self._at < len(self._text) and steps[self._state](pieces):
             pass
         return pieces
@@ -66,7 +69,9 @@ class HarmonyParser:
         rest = self._text[self._at :]
         if self._state == "call":
             pieces.append(Piece("arguments", self._arguments.held))
-        elif self._state == "message" or (self._state == "outside" and not rest.lstrip().startswith(FIRST_TOKENS) and (rest.strip() or not self._said)):
+        elif self._state == "message" or (
+            self._state == "outside" and not rest.lstrip().startswith(FIRST_TOKENS) and (rest.strip() or not self._said)
+        ):
             self._say(rest, pieces)
         return pieces
 
@@ -100,7 +105,11 @@ class HarmonyParser:
 
     def _read_message(self, pieces: list[Piece]) -> bool:
         found = MARKER.search(self._text, self._at)
-        end = found.start() if found is not None else len(self._text) - held_length(self._text[max(self._at, len(self._text) - LONGEST) :], MARKERS)
+        end = (
+            found.start()
+            if found is not None
+            else len(self._text) - held_length(self._text[max(self._at, len(self._text) - LONGEST) :], MARKERS)
+        )
         self._say(self._text[self._at : end], pieces)
         self._at = end
         return self._end_message() if found is not None else False

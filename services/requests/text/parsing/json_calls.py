@@ -14,7 +14,11 @@ from services.requests.text.parsing.pieces import Piece, Prose, find_first, held
 from shared.model.json_text import read_json, write_json
 
 NAME = r"[A-Za-z0-9_.-]{1,128}"
-JSON_HEAD = re.compile(r'\{\s*(?:"type"\s*:\s*"function"\s*,\s*)?"name"\s*:\s*"(' + NAME + r')"\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)')
+JSON_HEAD = re.compile(
+    r'\{\s*(?:"type"\s*:\s*"function"\s*,\s*)?"name"\s*:\s*"('
+    + NAME
+    + r')"\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)'
+)
 NAMED_HEAD = re.compile("(" + NAME + r")\s*(?:\[CALL_ID\]\s*[A-Za-z0-9_-]{1,64}\s*)?(?:\[ARGS\])?\s*")
 MAX_HEAD = 512  # characters, of what stands before the arguments
 SEPARATORS = " \t\r\n[],;"
@@ -28,7 +32,9 @@ class CallForm:
     ends: tuple[str, ...] = ()
     may_be_bare: bool = False  # an answer that begins with an object, or a list, may be a call without a marker
     has_names_first: bool = False  # name{…} or name[ARGS]{…}
-    has_prose: bool = True  # false: a grammar had the model write calls alone, so an end that begins none is one that was cut off
+    has_prose: bool = (
+        True  # false: a grammar had the model write calls alone, so an end that begins none is one that was cut off
+    )
 
 
 class ObjectCall:
@@ -45,7 +51,9 @@ class ObjectCall:
 
     @property
     def is_done(self) -> bool:
-        return self._whole.is_done or (self._whole.is_broken and self._arguments is not None and self._arguments.is_done)
+        return self._whole.is_done or (
+            self._whole.is_broken and self._arguments is not None and self._arguments.is_done
+        )
 
     @property
     def rest(self) -> str:

@@ -24,7 +24,9 @@ class JsonScanner:
     def __init__(self) -> None:
         self.held = ""  # read, but not certain yet: the beginning of a number, a word or an escape
         self._stack: list[str] = []
-        self._state = "value"  # what may come: value, first (value or end), key, first_key (key or end), colon, next (comma or end), string, word; done, broken
+        # what may come: value, first (value or end), key, first_key (key or end), colon, next
+        # (comma or end), string, word; done, broken
+        self._state = "value"
         self._is_key = False  # of the string that is being read
         self._accepted: list[str] = []
 

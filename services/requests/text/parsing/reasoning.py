@@ -27,7 +27,9 @@ class ReasoningParser:
     def feed(self, text: str) -> list[Piece]:
         self._text += text
         pieces: list[Piece] = []
-        while self._text and (self._answer(pieces) if self._is_over else self._think(pieces) if self.is_inside else self._begin()):
+        while self._text and (
+            self._answer(pieces) if self._is_over else self._think(pieces) if self.is_inside else self._begin()
+        ):
             pass
         return pieces
 

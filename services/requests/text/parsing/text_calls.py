@@ -45,7 +45,11 @@ def call_pieces(calls: list[Call] | None, names: frozenset[str]) -> list[Piece] 
     if calls is None or any(name not in names for name, _ in calls):
         return None
     try:
-        return [piece for name, arguments in calls for piece in (Piece("call", name), Piece("arguments", write_json(arguments)))]
+        return [
+            piece
+            for name, arguments in calls
+            for piece in (Piece("call", name), Piece("arguments", write_json(arguments)))
+        ]
     except ValueError:
         return None
 
@@ -77,7 +81,9 @@ class PythonicCalls:
         elif PYTHON_MARKERS[0].startswith(beginning):
             return []
         head = PYTHON_HEAD.match(beginning)
-        if (head is None and BEGUN_PYTHON_HEAD.fullmatch(beginning) is None and beginning) or (head is not None and head[1] not in self.names):
+        if (head is None and BEGUN_PYTHON_HEAD.fullmatch(beginning) is None and beginning) or (
+            head is not None and head[1] not in self.names
+        ):
             return self._give_up()
         if head is None:
             return []
@@ -150,7 +156,9 @@ def python_call(node: ast.expr) -> tuple[str, dict[str, Any]]:
     """Raises ValueError."""
     if not isinstance(node, ast.Call) or node.args:
         raise ValueError("not a call with named arguments")
-    return ast.unparse(node.func), {keyword.arg: python_value(keyword.value) for keyword in node.keywords if keyword.arg is not None}
+    return ast.unparse(node.func), {
+        keyword.arg: python_value(keyword.value) for keyword in node.keywords if keyword.arg is not None
+    }
 
 
 def python_value(node: ast.expr) -> Any:
@@ -163,7 +171,11 @@ def python_value(node: ast.expr) -> Any:
         case ast.List(elts=elements) | ast.Tuple(elts=elements):
             return [python_value(each) for each in elements]
         case ast.Dict(keys=keys, values=values):
-            named = [(key.value, value) for key, value in zip(keys, values, strict=True) if isinstance(key, ast.Constant) and isinstance(key.value, str)]
+            named = [
+                (key.value, value)
+                for key, value in zip(keys, values, strict=True)
+                if isinstance(key, ast.Constant) and isinstance(key.value, str)
+            ]
             if len(named) == len(keys):
                 return {key: python_value(value) for key, value in named}
         case ast.Name(id=word) if word in PYTHON_WORDS:
@@ -175,7 +187,11 @@ class BlockCalls:
     """Parser of calls that stand between markers, each of which is read as a whole."""
 
     def __init__(
-        self, names: frozenset[str], starts: tuple[str, ...], find_end: Callable[[str], tuple[int, str] | None], read: Callable[[str], Call | None]
+        self,
+        names: frozenset[str],
+        starts: tuple[str, ...],
+        find_end: Callable[[str], tuple[int, str] | None],
+        read: Callable[[str], Call | None],
     ) -> None:
         """names: of the functions; find_end: where a block's end marker is, and which; read: the
         call that a block is, None for one that is content."""

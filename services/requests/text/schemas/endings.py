@@ -52,7 +52,9 @@ def types_that_end(node: Any, ended: Mapping[str, frozenset[str]], *, has_parts:
     if isinstance(node, bool):
         return ALL if node else NOTHING
     names = node.get("type", ALL)
-    found = frozenset("number" if each == "integer" else each for each in ([names] if isinstance(names, str) else names))
+    found = frozenset(
+        "number" if each == "integer" else each for each in ([names] if isinstance(names, str) else names)
+    )
     if "enum" in node:
         found &= {KINDS[type(each)] for each in node["enum"]}
     if "$ref" in node:

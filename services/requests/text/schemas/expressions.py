@@ -14,8 +14,16 @@ from shared.model.letters import LAST_LETTER, Ranges, classed, escaped
 MAX_DEPTH = 64  # groups
 
 SPACE: Ranges = (
-    (9, 13), (32, 32), (0xA0, 0xA0), (0x1680, 0x1680), (0x2000, 0x200A), (0x2028, 0x2029), (0x202F, 0x202F), (0x205F, 0x205F), (0x3000, 0x3000),
-)  # fmt: skip
+    (9, 13),
+    (32, 32),
+    (0xA0, 0xA0),
+    (0x1680, 0x1680),
+    (0x2000, 0x200A),
+    (0x2028, 0x2029),
+    (0x202F, 0x202F),
+    (0x205F, 0x205F),
+    (0x3000, 0x3000),
+)
 DIGIT: Ranges = ((48, 57),)
 WORD: Ranges = ((48, 57), (65, 90), (95, 95), (97, 122))
 # For each escape the letters that every engine takes for it, and those that some engine does
@@ -144,7 +152,9 @@ class PatternReader:
                 hides |= may_hide
                 continue
             low = high = self.end_of_range()
-            if self.pattern.startswith("-", self.at) and not self.pattern.startswith(("-]", "-\\d", "-\\w", "-\\s", "-\\D", "-\\W", "-\\S"), self.at):
+            if self.pattern.startswith("-", self.at) and not self.pattern.startswith(
+                ("-]", "-\\d", "-\\w", "-\\s", "-\\D", "-\\W", "-\\S"), self.at
+            ):
                 self.at += 1
                 high = self.end_of_range()
             if high < low:
@@ -155,7 +165,10 @@ class PatternReader:
                 raise UnsupportedPattern
             return EVERYTHING
         if is_negative:
-            return negative([*items, classed(tuple(ranges))], hides=hides or any(low <= ord(each) <= high for low, high in ranges for each in '"\\'))
+            return negative(
+                [*items, classed(tuple(ranges))],
+                hides=hides or any(low <= ord(each) <= high for low, high in ranges for each in '"\\'),
+            )
         made = "".join(items) + classed(tuple((max(low, 1), high) for low, high in ranges if high > 0))
         if not made:
             raise UnsupportedPattern
@@ -170,7 +183,9 @@ class PatternReader:
             if match is None:
                 raise UnsupportedPattern
             self.at = match.end()
-            return (f"\\{match[0]}" if is_negative or kind == "p" else negative([f"\\p{match[0][1:]}"], hides=True)), True
+            return (
+                f"\\{match[0]}" if is_negative or kind == "p" else negative([f"\\p{match[0][1:]}"], hides=True)
+            ), True
         self.at += 1
         wide = PERHAPS[kind.lower()]
         if kind.islower():

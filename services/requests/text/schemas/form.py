@@ -19,19 +19,50 @@ Place = tuple[str, Any]  # path and value
 
 NAMES = ("null", "boolean", "object", "array", "number", "string", "integer", "any")  # types; any is draft 3's
 A_SCHEMA = (
-    "not", "if", "then", "else", "contains", "additionalProperties", "additionalItems", "propertyNames", "unevaluatedItems",
+    "not",
+    "if",
+    "then",
+    "else",
+    "contains",
+    "additionalProperties",
+    "additionalItems",
+    "propertyNames",
+    "unevaluatedItems",
     "unevaluatedProperties",
-)  # fmt: skip
+)
 SCHEMAS = ("allOf", "anyOf", "oneOf", "prefixItems")
-TABLES = ("properties", "patternProperties", "dependentSchemas", "dependencies", "dependentRequired", "$defs", "definitions")
+TABLES = (
+    "properties",
+    "patternProperties",
+    "dependentSchemas",
+    "dependencies",
+    "dependentRequired",
+    "$defs",
+    "definitions",
+)
 TEXTS = ("pattern", "format", "$ref", "$dynamicRef", "$recursiveRef", "$schema", "$id", "$anchor", "$dynamicAnchor")
 COUNTS = (
-    "minLength", "maxLength", "minItems", "maxItems", "minContains", "maxContains", "minProperties", "maxProperties",
-)  # fmt: skip
+    "minLength",
+    "maxLength",
+    "minItems",
+    "maxItems",
+    "minContains",
+    "maxContains",
+    "minProperties",
+    "maxProperties",
+)
 MAX_SHOWN = 40  # characters of a value or a name, in an error
 MAX_PATH = 200
 NUMBER = re.compile(r"[0-9]{1,9}")
-KINDS = {bool: "a boolean", int: "an integer", float: "a number", str: "a text", list: "a list", dict: "an object", type(None): "null"}
+KINDS = {
+    bool: "a boolean",
+    int: "an integer",
+    float: "a number",
+    str: "a text",
+    list: "a list",
+    dict: "an object",
+    type(None): "null",
+}
 
 
 class NoSchema(ValueError):
@@ -51,9 +82,13 @@ def is_texts(value: Any) -> bool:
 # Draft 3's required is a boolean in the property, and draft 4's exclusiveMinimum says whether minimum is exclusive
 FORMS: dict[str, tuple[Callable[[Any], bool], str]] = {
     **dict.fromkeys(TEXTS, (lambda value: isinstance(value, str), "a text")),
-    **dict.fromkeys(COUNTS, (lambda value: is_number(value) and value >= 0 and value % 1 == 0, "an integer that is not negative")),
+    **dict.fromkeys(
+        COUNTS, (lambda value: is_number(value) and value >= 0 and value % 1 == 0, "an integer that is not negative")
+    ),
     **dict.fromkeys(("minimum", "maximum"), (is_number, "a number")),
-    **dict.fromkeys(("exclusiveMinimum", "exclusiveMaximum"), (lambda value: isinstance(value, int | float), "a number")),
+    **dict.fromkeys(
+        ("exclusiveMinimum", "exclusiveMaximum"), (lambda value: isinstance(value, int | float), "a number")
+    ),
     **dict.fromkeys(TABLES, (lambda value: isinstance(value, dict), "an object")),
     **dict.fromkeys(SCHEMAS, (lambda value: isinstance(value, list), "a list of schemas")),
     "multipleOf": (lambda value: is_number(value) and value > 0, "a number above 0"),
@@ -95,7 +130,11 @@ def normalize(schema: Any, *, null_is_absent: bool) -> None:
 
 def require(node: Json) -> None:
     """Move draft 3's `required` from the node's properties to the node."""
-    named = [name for name, each in table(node.get("properties")).items() if isinstance(each, dict) and each.get("required") is True]
+    named = [
+        name
+        for name, each in table(node.get("properties")).items()
+        if isinstance(each, dict) and each.get("required") is True
+    ]
     if named:
         own = node["required"] if isinstance(node.get("required"), list) else []
         node["required"] = [*own, *(name for name in named if name not in own)]

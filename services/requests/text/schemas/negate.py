@@ -58,7 +58,11 @@ def _enum(_: Walker, values: Any, __: Any, ___: int) -> list[Json] | None:
     strings = [each for each in values if isinstance(each, str)]
     numbers = sorted({each for each in values if isinstance(each, int | float) and not isinstance(each, bool)})
     kinds = (("string", str), ("number", int | float), ("null", type(None)), ("array", list), ("object", dict))
-    other_types = [name for name, kind in kinds if not any(isinstance(each, kind) and not isinstance(each, bool) for each in values)]
+    other_types = [
+        name
+        for name, kind in kinds
+        if not any(isinstance(each, kind) and not isinstance(each, bool) for each in values)
+    ]
     made: list[Json] = [{"type": other_types}] if other_types else []
     if booleans := [each for each in (True, False) if not any(value is each for value in values)]:
         made.append({"enum": booleans})
@@ -78,7 +82,11 @@ def _properties(walker: Walker, value: Any, resolver: Any, depth: int) -> list[J
     if not isinstance(value, dict):
         return None
     by_name = {name: negated(walker, schema, resolver, depth + 1) for name, schema in value.items()}
-    made = [{"type": "object", "required": [name], "properties": {name: either(each)}} for name, each in by_name.items() if each]
+    made = [
+        {"type": "object", "required": [name], "properties": {name: either(each)}}
+        for name, each in by_name.items()
+        if each
+    ]
     return made if made or None not in by_name.values() else None
 
 
@@ -148,7 +156,27 @@ NEGATIONS: dict[str, Callable[[Walker, Any, Any, int], list[Json] | None]] = {
 }
 # Assertions whose negation is not known here
 ASSERTIONS = {
-    "format", "multipleOf", "exclusiveMinimum", "exclusiveMaximum", "items", "prefixItems", "additionalItems", "uniqueItems",
-    "contains", "unevaluatedItems", "additionalProperties", "patternProperties", "propertyNames", "dependencies", "dependentRequired",
-    "dependentSchemas", "minProperties", "maxProperties", "unevaluatedProperties", "oneOf", "if", "$dynamicRef", "$recursiveRef",
-}  # fmt: skip
+    "format",
+    "multipleOf",
+    "exclusiveMinimum",
+    "exclusiveMaximum",
+    "items",
+    "prefixItems",
+    "additionalItems",
+    "uniqueItems",
+    "contains",
+    "unevaluatedItems",
+    "additionalProperties",
+    "patternProperties",
+    "propertyNames",
+    "dependencies",
+    "dependentRequired",
+    "dependentSchemas",
+    "minProperties",
+    "maxProperties",
+    "unevaluatedProperties",
+    "oneOf",
+    "if",
+    "$dynamicRef",
+    "$recursiveRef",
+}

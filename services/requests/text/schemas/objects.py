@@ -21,7 +21,10 @@ def absent(names: Iterable[str]) -> Json:
 def counted(node: Json, least: int, most: int | None) -> list[Json] | None:
     """Schemas that all hold for an object with `least` to `most` properties; None if there are no such
     schemas. Where properties may come that are not listed, the listed ones alone are counted."""
-    names, required = [name for name, each in table(node.get("properties")).items() if each is not False], texts(node.get("required"))
+    names, required = (
+        [name for name, each in table(node.get("properties")).items() if each is not False],
+        texts(node.get("required")),
+    )
     optional = [name for name in names if name not in required]
     is_closed = node.get("additionalProperties") is False and not node.get("patternProperties")
     if not names and not is_closed:
@@ -46,7 +49,11 @@ def counted(node: Json, least: int, most: int | None) -> list[Json] | None:
 def name_pattern(names: Json) -> str | None:
     """A pattern of the texts that are valid as names, in the library's syntax; None if it can't say
     them."""
-    if not names.keys() <= NAME_KEYWORDS or names.get("type", "string") != "string" or len({"pattern", "enum", "const"} & names.keys()) != 1:
+    if (
+        not names.keys() <= NAME_KEYWORDS
+        or names.get("type", "string") != "string"
+        or len({"pattern", "enum", "const"} & names.keys()) != 1
+    ):
         return None
     if "pattern" in names:
         return expressed(str(names["pattern"]))
@@ -56,7 +63,12 @@ def name_pattern(names: Json) -> str | None:
 def can_go_on(listed: Iterable[str], pattern: str) -> bool:
     """Whether the pattern matches a name that is not listed. If it matches none, the library
     nevertheless takes a comma for its beginning, and then nothing may follow."""
-    node = {"type": "object", "properties": dict.fromkeys(listed, False), "patternProperties": {pattern: {}}, "additionalProperties": False}
+    node = {
+        "type": "object",
+        "properties": dict.fromkeys(listed, False),
+        "patternProperties": {pattern: {}},
+        "additionalProperties": False,
+    }
     return goes_on({**node, "minProperties": 1}, "{")
 
 
@@ -67,10 +79,17 @@ def with_names_that_end(parts: list[Json]) -> list[Json]:
     made = []
     for part in parts:
         own, patterns = table(part.get("properties")), table(part.get("patternProperties"))
-        ended = [pattern for pattern in patterns if listed and r"\p" not in pattern.lower() and not can_go_on(listed, pattern)]
+        ended = [
+            pattern
+            for pattern in patterns
+            if listed and r"\p" not in pattern.lower() and not can_go_on(listed, pattern)
+        ]
         for pattern in ended:
             matching = [name for name in sorted(listed) if re.search(pattern, name)]
-            own = own | {name: {"allOf": [own[name], patterns[pattern]]} if name in own else patterns[pattern] for name in matching}
+            own = own | {
+                name: {"allOf": [own[name], patterns[pattern]]} if name in own else patterns[pattern]
+                for name in matching
+            }
         left = {pattern: each for pattern, each in patterns.items() if pattern not in ended}
         made.append({**part, "properties": own, "patternProperties": left} if ended else part)
     return made

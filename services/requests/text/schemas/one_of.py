@@ -16,7 +16,15 @@ MAX_OPTIONS = 12  # to be made exclusive
 MAX_EACH = 6  # alternatives in which another option does not hold
 MAX_PRODUCT = 128
 TYPES = {"null", "boolean", "object", "array", "number", "string", "integer"}
-TYPE_OF = {bool: "boolean", type(None): "null", int: "integer", float: "number", str: "string", list: "array", dict: "object"}
+TYPE_OF = {
+    bool: "boolean",
+    type(None): "null",
+    int: "integer",
+    float: "number",
+    str: "string",
+    list: "array",
+    dict: "object",
+}
 
 
 def exclusive(walker: Walker, options: list[Any], walked: list[Any], resolver: Any, beside: Json) -> list[Any] | None:
@@ -42,15 +50,26 @@ def exclusive(walker: Walker, options: list[Any], walked: list[Any], resolver: A
 
 
 def without_others(
-    walker: Walker, options: list[Any], walked: list[Any], views: list[Json], overlapping: set[tuple[int, int]], resolver: Any
+    walker: Walker,
+    options: list[Any],
+    walked: list[Any],
+    views: list[Json],
+    overlapping: set[tuple[int, int]],
+    resolver: Any,
 ) -> list[Any] | None:
     """Each option without those that it overlaps; None if their negations are not known, or too many."""
     made = []
     for number, each in enumerate(walked):
-        others = [negated(walker, options[other], resolver) for other in range(len(options)) if (min(number, other), max(number, other)) in overlapping]
+        others = [
+            negated(walker, options[other], resolver)
+            for other in range(len(options))
+            if (min(number, other), max(number, other)) in overlapping
+        ]
         if None in others:
             return None
-        fitting = [[one for one in alternatives or () if fits(one, views[number])][:MAX_EACH] for alternatives in others]
+        fitting = [
+            [one for one in alternatives or () if fits(one, views[number])][:MAX_EACH] for alternatives in others
+        ]
         if prod(map(len, fitting)) > MAX_PRODUCT:
             return None
         if all(fitting):
@@ -61,7 +80,10 @@ def without_others(
 def are_different_values(views: list[Json]) -> bool:
     """Whether each option lists values, and no value is listed twice. As JSON they may differ and be
     equal (1 and 1.0): such values are compared one by one."""
-    if any(not view or view["values"] is None or any(isinstance(each, float | dict | list) for each in view["values"]) for view in views):
+    if any(
+        not view or view["values"] is None or any(isinstance(each, float | dict | list) for each in view["values"])
+        for view in views
+    ):
         return False
     listed = [json.dumps(each) for view in views for each in view["values"]]
     return len(set(listed)) == len(listed)
@@ -132,7 +154,11 @@ def are_disjoint(walker: Walker, one: Json, other: Json, resolver: Any, depth: i
     shared_types = one["types"] & other["types"]
     if not shared_types:
         return True
-    if one["values"] is not None and other["values"] is not None and not any(each in other["values"] for each in one["values"]):
+    if (
+        one["values"] is not None
+        and other["values"] is not None
+        and not any(each in other["values"] for each in one["values"])
+    ):
         return True
     if shared_types == {"string"} and one["text"] and other["text"]:
         return are_apart(one["text"], other["text"])
@@ -152,6 +178,13 @@ def fits(alternative: Json, view: Json) -> bool:
     """Whether a value of this option may match an alternative of another option's negation."""
     names = alternative.get("type")
     listed = set(names if isinstance(names, list) else [names]) if names is not None else None
-    if listed is not None and view and not listed & (view["types"] | ({"number"} if "integer" in view["types"] else set())):
+    if (
+        listed is not None
+        and view
+        and not listed & (view["types"] | ({"number"} if "integer" in view["types"] else set()))
+    ):
         return False
-    return not any(each is False and name in view.get("required", ()) for name, each in table(alternative.get("properties")).items())
+    return not any(
+        each is False and name in view.get("required", ())
+        for name, each in table(alternative.get("properties")).items()
+    )

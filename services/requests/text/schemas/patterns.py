@@ -20,12 +20,15 @@ MAX_WORD = 200  # characters of one of them
 YEAR = "(?:[0-9]{3}[1-9]|[0-9]{2}[1-9][0-9]|[0-9][1-9][0-9]{2}|[1-9][0-9]{3})"  # 0001 to 9999
 DIVISIBLE_BY_4 = "(?:0[48]|[2468][048]|[13579][26])"
 LEAP_YEAR = f"(?:[0-9]{{2}}{DIVISIBLE_BY_4}|{DIVISIBLE_BY_4}00)"
-DATE = f"(?:{YEAR}-(?:(?:0[13578]|1[02])-(?:0[1-9]|[12][0-9]|3[01])|(?:0[469]|11)-(?:0[1-9]|[12][0-9]|30)|02-(?:0[1-9]|1[0-9]|2[0-8]))|{LEAP_YEAR}-02-29)"
+DAY = "(?:0[13578]|1[02])-(?:0[1-9]|[12][0-9]|3[01])|(?:0[469]|11)-(?:0[1-9]|[12][0-9]|30)|02-(?:0[1-9]|1[0-9]|2[0-8])"
+DATE = f"(?:{YEAR}-(?:{DAY})|{LEAP_YEAR}-02-29)"
 TIME = r"(?:[01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](?:\.[0-9]{1,9})?(?:[Zz]|[+-](?:[01][0-9]|2[0-3]):[0-5][0-9])"
 FORMATS = {"date": f"^{DATE}$", "time": f"^{TIME}$", "date-time": f"^{DATE}[Tt]{TIME}$"}
 
 ANYTHING = r"[\s\S]*"
-ONE_CLASS = re.compile(r"\^(?:\[(?P<negative>\^?)(?P<letters>(?:[^\]\\]|\\.)+)\]|(?P<escape>\\[sSdDwW]))(?P<times>[+*])\$")
+ONE_CLASS = re.compile(
+    r"\^(?:\[(?P<negative>\^?)(?P<letters>(?:[^\]\\]|\\.)+)\]|(?P<escape>\\[sSdDwW]))(?P<times>[+*])\$"
+)
 
 
 @lru_cache(maxsize=4096)
@@ -51,7 +54,9 @@ def unsupported_keyword(beside: Mapping[str, Any], keywords: dict[str, Any]) -> 
 @lru_cache(maxsize=4096)
 def has_more(text: str, beginning: str) -> bool:
     grammar = LLMatcher.grammar_from_json_schema(text, defaults={"whitespace_flexible": False})
-    matcher = LLMatcher(ByteVocabulary(()).tokenizer(), grammar, log_level=0, limits=limits_of(Constraint("json_schema", text)))
+    matcher = LLMatcher(
+        ByteVocabulary(()).tokenizer(), grammar, log_level=0, limits=limits_of(Constraint("json_schema", text))
+    )
     if matcher.is_error():
         return True
     matcher.consume_tokens(list(beginning.encode()))

@@ -30,9 +30,22 @@ OF_PATTERNS = ("pattern", "patternProperties")
 ALL_BELOW, ALL_BUT_TYPE, ALL = "all below the first level", "all but its type", "all"
 MAX_CLOSED = 64  # levels of a schema whose objects are closed
 COMPOSED = {
-    "additionalProperties", "patternProperties", "unevaluatedProperties", "propertyNames", "minProperties", "dependencies", "dependentRequired",
-    "dependentSchemas", "allOf", "anyOf", "oneOf", "not", "$ref", "$dynamicRef", "if",
-}  # fmt: skip
+    "additionalProperties",
+    "patternProperties",
+    "unevaluatedProperties",
+    "propertyNames",
+    "minProperties",
+    "dependencies",
+    "dependentRequired",
+    "dependentSchemas",
+    "allOf",
+    "anyOf",
+    "oneOf",
+    "not",
+    "$ref",
+    "$dynamicRef",
+    "if",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +91,9 @@ def prepare_here(constraint: Constraint) -> Enforceable:
         made = rewritten(schema, constraint.param, is_lenient=constraint.is_lenient)
         checks = (("", as_json(schema)),) if any(made.passed_over.values()) else ()
         enforced = replace(constraint, text=as_json(made.schema), is_lenient=False)
-        return Enforceable(enforced, tuple(f"{constraint.param}: {name}" for name in made.passed_over)[:MAX_NAMED], checks)
+        return Enforceable(
+            enforced, tuple(f"{constraint.param}: {name}" for name in made.passed_over)[:MAX_NAMED], checks
+        )
     if constraint.kind == "structural_tag":
         return prepare_tag(constraint)
     check_grammar(constraint)
@@ -100,7 +115,9 @@ def prepare_tag(constraint: Constraint) -> Enforceable:
         try:
             made = rewritten(schema, param, is_lenient=is_lenient)
         except Invalid as error:
-            raise Invalid(f"the function {name}: {error}" if name else str(error), param=error.param, code=error.code) from None
+            raise Invalid(
+                f"the function {name}: {error}" if name else str(error), param=error.param, code=error.code
+            ) from None
         content["json_schema"] = made.schema
         ignored |= dict.fromkeys(f"{param}: {each}" for each in made.passed_over)
         if name and any(made.passed_over.values()):
@@ -179,8 +196,16 @@ def closed(schema: Json, levels: int = MAX_CLOSED) -> Json:
     stay as they are. So does what lies deeper than the levels.
     """
     made, properties, required = dict(schema), schema.get("properties"), schema.get("required", [])
-    if isinstance(properties, dict) and isinstance(required, list) and set(map(str, required)) <= properties.keys() and not COMPOSED & schema.keys():
-        made["properties"] = {name: closed(each, levels - 1) if isinstance(each, dict) and levels else each for name, each in properties.items()}
+    if (
+        isinstance(properties, dict)
+        and isinstance(required, list)
+        and set(map(str, required)) <= properties.keys()
+        and not COMPOSED & schema.keys()
+    ):
+        made["properties"] = {
+            name: closed(each, levels - 1) if isinstance(each, dict) and levels else each
+            for name, each in properties.items()
+        }
         made["additionalProperties"] = False
     if isinstance(schema.get("items"), dict) and levels:
         made["items"] = closed(schema["items"], levels - 1)
@@ -197,7 +222,10 @@ def with_options(made: Json, schema: Any, *, has_open_names: bool) -> Json:
     options = own if isinstance(own, dict) else {}
     if has_open_names:
         escapes = options.get("json_allowed_escapes")
-        options = {**options, "json_allowed_escapes": (escapes if isinstance(escapes, str) else NAMED_ESCAPES).replace("u", "")}
+        options = {
+            **options,
+            "json_allowed_escapes": (escapes if isinstance(escapes, str) else NAMED_ESCAPES).replace("u", ""),
+        }
     return {**made, "x-guidance": options} if options else made
 
 
@@ -216,7 +244,9 @@ def shallow_of(schema: Any) -> Iterator[tuple[Json, str]]:
     if isinstance(schema, dict) and (properties := table(schema.get("properties"))):
         types = {name: typed(each) for name, each in properties.items()}
         top: Json = {**own_type, **{key: schema[key] for key in ("required",) if key in schema}, "properties": types}
-        is_closed = set(schema.get("required", ())) <= set(types) and (schema.get("additionalProperties") is False or not COMPOSED & schema.keys())
+        is_closed = set(schema.get("required", ())) <= set(types) and (
+            schema.get("additionalProperties") is False or not COMPOSED & schema.keys()
+        )
         if not has_too_many(top):
             yield top | ({"additionalProperties": False} if is_closed else {}), ALL_BELOW
     if own_type:
@@ -236,7 +266,9 @@ def check_schema(schema: Any, param: str) -> None:
         if UNSATISFIABLE in str(error):
             raise refused(param, f"{NO_ANSWER}: {str(error).partition(UNSATISFIABLE)[2]}") from None
         if "oneOf constraints are not supported" in str(error):
-            raise refused(param, "oneOf can't be enforced, for its options overlap; without strict it is passed over") from None
+            raise refused(
+                param, "oneOf can't be enforced, for its options overlap; without strict it is passed over"
+            ) from None
         raise
     if isinstance(schema, dict) and never_ends(schema):
         raise refused(param, f"{NO_ANSWER}: by a $ref, each would hold another one, without an end")

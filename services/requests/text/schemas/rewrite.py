@@ -18,7 +18,17 @@ from services.requests.text.schemas.form import NoSchema, normalize, pointed
 from services.requests.text.schemas.negate import either, negated
 from services.requests.text.schemas.one_of import exclusive
 from services.requests.text.schemas.patterns import expressed, formatted, is_supported, matches_all
-from services.requests.text.schemas.values import COUNTS, NUMBERS, Json, bounds_of, exclusive_bounds, is_contradictory, is_valid, table, texts
+from services.requests.text.schemas.values import (
+    COUNTS,
+    NUMBERS,
+    Json,
+    bounds_of,
+    exclusive_bounds,
+    is_contradictory,
+    is_valid,
+    table,
+    texts,
+)
 
 SIBLINGS_COUNT = ("2019-09", "2020-12")  # drafts in which the keywords beside a $ref have an effect
 SCALARS = {"type", "minLength", "maxLength", "pattern", *NUMBERS}  # keywords that a listed value keeps to or not
@@ -59,7 +69,9 @@ class Rewriter:
         self.effort = effort
         self.passed_over: dict[str, bool] = {}
         self.has_open_names = False  # whether an object allows properties other than the listed ones
-        self.specification = specification_with(uri if uri.endswith(("#", "schema#")) or "20" in uri else f"{uri}#", default=DRAFT202012)
+        self.specification = specification_with(
+            uri if uri.endswith(("#", "schema#")) or "20" in uri else f"{uri}#", default=DRAFT202012
+        )
         self.ignores_siblings = bool(uri) and not any(each in uri for each in SIBLINGS_COUNT)
         self.held: dict[str, Any] = {}  # targets of references, by the name that they have here
         self._names: dict[int, str] = {}  # of these targets, by their identity
@@ -208,7 +220,9 @@ class Rewriter:
             out["additionalProperties"] = self.walk(rest, resolver)
         self._pattern_properties(node, out, resolver)
         self._property_names(node, out)
-        self.has_open_names |= bool({"properties", "patternProperties"} & out.keys()) and out.get("additionalProperties") is not False
+        self.has_open_names |= (
+            bool({"properties", "patternProperties"} & out.keys()) and out.get("additionalProperties") is not False
+        )
         if self.effort >= Effort.ALTERNATIVES:
             self._dependents(node, more, resolver)
             self._counts(node, out, more)
@@ -222,7 +236,9 @@ class Rewriter:
         for pattern, each in table(node.get("patternProperties")).items():
             self.count_work(CALL_WORK + len(made) ** 2 // 20)  # the library compares each with each
             own = expressed(pattern)
-            if own is not None and is_supported({"type": "object", "patternProperties": dict.fromkeys([*made, own], {})}):
+            if own is not None and is_supported(
+                {"type": "object", "patternProperties": dict.fromkeys([*made, own], {})}
+            ):
                 schema = self.walk(each, resolver)
                 if can_go_on := objects.can_go_on(out.get("properties", {}), own):
                     made[own] = schema
@@ -243,7 +259,9 @@ class Rewriter:
             if each is False or not is_valid(name, {"pattern": pattern}):
                 continue
             if not is_joined_by_library:
-                out["properties"][name] = schema if each in (schema, {}) else each if schema == {} else self._joined({}, [each, schema])
+                out["properties"][name] = (
+                    schema if each in (schema, {}) else each if schema == {} else self._joined({}, [each, schema])
+                )
             elif each == schema:
                 out["properties"][name] = {}
             elif "$ref" in json.dumps(schema) and each != {} and name not in out.get("required", ()):
@@ -254,10 +272,16 @@ class Rewriter:
         if names in (None, True, {}, {"type": "string"}):
             return
         pattern = objects.name_pattern(names) if isinstance(names, dict) else None
-        if pattern is None or "patternProperties" in out or not is_supported({"type": "object", "patternProperties": {pattern: {}}}):
+        if (
+            pattern is None
+            or "patternProperties" in out
+            or not is_supported({"type": "object", "patternProperties": {pattern: {}}})
+        ):
             self.pass_over("propertyNames")
             return
-        out["properties"] = {name: each if is_valid(name, names) else False for name, each in out.get("properties", {}).items()}
+        out["properties"] = {
+            name: each if is_valid(name, names) else False for name, each in out.get("properties", {}).items()
+        }
         if out.get("additionalProperties", {}) is not False:
             if objects.can_go_on(out["properties"], pattern):
                 out["patternProperties"] = {pattern: out.get("additionalProperties", {})}
@@ -271,9 +295,15 @@ class Rewriter:
                 if isinstance(each, list | str):
                     schema["required"] += [each] if isinstance(each, str) else each
                 else:
-                    needing = {**each, "required": [*texts(each.get("required")), name]} if isinstance(each, dict) and "$ref" not in each else each
+                    needing = (
+                        {**each, "required": [*texts(each.get("required")), name]}
+                        if isinstance(each, dict) and "$ref" not in each
+                        else each
+                    )
                     schema = self._joined(schema, [self.walk(needing, resolver)])
-                self._any_of([schema] if name in texts(node.get("required")) else [objects.absent([name]), schema], {}, more)
+                self._any_of(
+                    [schema] if name in texts(node.get("required")) else [objects.absent([name]), schema], {}, more
+                )
 
     def _counts(self, node: Json, out: Json, more: list[Any]) -> None:
         least, most = node.get("minProperties", 0), node.get("maxProperties")
@@ -347,7 +377,11 @@ class Rewriter:
         walked = [self.walk(each, resolver) for each in options]
         if len(walked) == 1:
             more.append(walked[0])
-        elif (made := exclusive(self, options, walked, resolver, {key: each for key, each in node.items() if key != "oneOf"})) is not None:
+        elif (
+            made := exclusive(
+                self, options, walked, resolver, {key: each for key, each in node.items() if key != "oneOf"}
+            )
+        ) is not None:
             self._any_of(made, out, more)
         elif not self.is_exclusive:
             self.pass_over("oneOf")

@@ -27,9 +27,16 @@ def bounds_of(node: Json, of_type: Mapping[str, Any]) -> tuple[Json, dict[str, b
     an answer can be checked for them."""
     kept: Json = {}
     passed_over: dict[str, bool] = {}
-    for key, value in {**{key: node[key] for key in (*NUMBERS, *COUNTS) if key in node}, **exclusive_bounds(node)}.items():
+    for key, value in {
+        **{key: node[key] for key in (*NUMBERS, *COUNTS) if key in node},
+        **exclusive_bounds(node),
+    }.items():
         is_count = key in COUNTS
-        if isinstance(value, bool) or not isinstance(value, int | float) or (is_count and (value < 0 or value != int(value))):
+        if (
+            isinstance(value, bool)
+            or not isinstance(value, int | float)
+            or (is_count and (value < 0 or value != int(value)))
+        ):
             passed_over |= {key: False} if value is not False and value is not None else {}
         elif is_count:
             kept |= {} if key in UPPER_COUNTS and value > MAX_COUNT else {key: int(value)}
@@ -110,7 +117,11 @@ def is_contradictory(node: Json) -> bool:
 def is_valid(value: Any, schema: Json) -> bool:
     """Whether a value that a schema lists keeps to the other keywords; also if Python can't tell."""
     try:
-        return bool(jsonschema.Draft202012Validator({key: each for key, each in schema.items() if each is not None}).is_valid(value))
+        return bool(
+            jsonschema.Draft202012Validator({key: each for key, each in schema.items() if each is not None}).is_valid(
+                value
+            )
+        )
     except Exception:  # a pattern that Python does not read, a bound that is no number
         return True
 

@@ -58,7 +58,9 @@ def exact(validator: Any) -> Any:
 
 
 def multiple_of(validator: Any, divisor: Any, value: Any, _: Any) -> Iterator[jsonschema.ValidationError]:
-    if validator.is_type(value, "number") and (not (isinstance(value, int) or isfinite(value)) or decimal(value) % decimal(divisor)):
+    if validator.is_type(value, "number") and (
+        not (isinstance(value, int) or isfinite(value)) or decimal(value) % decimal(divisor)
+    ):
         yield jsonschema.ValidationError(f"{value!r} is not a multiple of {divisor!r}")
 
 

@@ -20,9 +20,17 @@ class AnswerChecker:
     """Owns the helpers, which are started by the first request whose answer will be checked."""
 
     def __init__(self) -> None:
-        self.helpers = HelperPool("services.requests.workers.grammars.answer_worker", "checking answers", MAX_OF_TENANT, CHECK_TIMEOUT_S, quick_s=QUICK_S)
+        self.helpers = HelperPool(
+            "services.requests.workers.grammars.answer_worker",
+            "checking answers",
+            MAX_OF_TENANT,
+            CHECK_TIMEOUT_S,
+            quick_s=QUICK_S,
+        )
 
-    async def check(self, tenant_id: str, checks: Sequence[Sequence[str]], content: str, calls: Sequence[tuple[str, str]]) -> list[dict[str, Any]]:
+    async def check(
+        self, tenant_id: str, checks: Sequence[Sequence[str]], content: str, calls: Sequence[tuple[str, str]]
+    ) -> list[dict[str, Any]]:
         """List where an answer breaks its schemas: path, message, and the function whose arguments
         it is about; empty if it is valid. A check that takes longer than CHECK_TIMEOUT_S is in the
         list, too: no answer is held back for longer.

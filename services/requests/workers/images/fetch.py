@@ -19,7 +19,9 @@ from shared.process.errors import Invalid
 TIMEOUT_S = 10.0  # of the whole
 PORTS = {"http": 80, "https": 443}
 # prefixes behind which an IPv4 address stands, whichever that is, and addresses of a site
-TRANSLATED = tuple(map(ipaddress.IPv6Network, ("64:ff9b::/96", "64:ff9b:1::/48", "2002::/16", "2001::/32", "::/96", "fec0::/10")))
+TRANSLATED = tuple(
+    map(ipaddress.IPv6Network, ("64:ff9b::/96", "64:ff9b:1::/48", "2002::/16", "2001::/32", "::/96", "fec0::/10"))
+)
 
 
 def is_public(address: str) -> bool:
@@ -55,13 +57,23 @@ class ImageFetcher:
         except ValueError:
             raise Invalid("the image's URL can't be read") from None
         if parts.scheme not in PORTS:
-            raise Invalid("an image is a data URL (data:image/png;base64,...), a file_id, or an http(s) URL of a host that this server's operator allows")
+            raise Invalid(
+                "an image is a data URL (data:image/png;base64,...), a file_id, or an http(s) URL of a host that this "
+                "server's operator allows"
+            )
         if host not in self.hosts or parts.username is not None:
             allowed = ", ".join(sorted(self.hosts)) or "none (--image-host allows some)"
-            raise Invalid(f"images are not fetched from this host; allowed: {allowed}. Send the image itself: data:image/png;base64,...")
+            raise Invalid(
+                f"images are not fetched from this host; allowed: {allowed}. Send the image itself: "
+                "data:image/png;base64,..."
+            )
         address = await self._resolve(host, port or PORTS[parts.scheme])
         target = httpx.URL(url).copy_with(host=address)
-        headers = {"Host": host if port is None else f"{host}:{port}", "Accept": "image/*", "Accept-Encoding": "identity"}
+        headers = {
+            "Host": host if port is None else f"{host}:{port}",
+            "Accept": "image/*",
+            "Accept-Encoding": "identity",
+        }
         async with (
             httpx.AsyncClient(follow_redirects=False, trust_env=False, timeout=TIMEOUT_S) as client,
             client.stream("GET", target, headers=headers, extensions={"sni_hostname": host}) as response,
@@ -72,7 +84,9 @@ class ImageFetcher:
             async for piece in response.aiter_bytes():
                 data += piece
                 if len(data) > MAX_BYTES:
-                    raise Invalid(f"an image's file has at most {MAX_BYTES >> 20} MiB, and the one at this URL is longer")
+                    raise Invalid(
+                        f"an image's file has at most {MAX_BYTES >> 20} MiB, and the one at this URL is longer"
+                    )
             return bytes(data)
 
     async def _resolve(self, host: str, port: int) -> str:

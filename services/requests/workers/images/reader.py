@@ -33,20 +33,33 @@ class ImageReader:
         self.files = files
         self.max_bytes = max_bytes
         self.fetcher = fetcher
-        self.helpers = HelperPool("services.requests.workers.images.worker", "reading images", MAX_OF_TENANT, WITHIN_S, quick_s=QUICK_S)
+        self.helpers = HelperPool(
+            "services.requests.workers.images.worker", "reading images", MAX_OF_TENANT, WITHIN_S, quick_s=QUICK_S
+        )
         self._known: OrderedDict[str, tuple[int, int]] = OrderedDict()  # by digest, the last used last
 
-    async def read(self, messages: Sequence[Message], tenant_id: str) -> tuple[tuple[ChatMessage, ...], dict[str, bytes]]:
+    async def read(
+        self, messages: Sequence[Message], tenant_id: str
+    ) -> tuple[tuple[ChatMessage, ...], dict[str, bytes]]:
         """The messages of the pipeline, and the images' files by digest. Raises Invalid (400), which
         names the part; Rejected (429, 503) where others wait already."""
         try:
             async with asyncio.timeout(READ_TIMEOUT_S):
                 return await self._read(messages, tenant_id)
         except TimeoutError:
-            raise Invalid(f"the images take more than {READ_TIMEOUT_S:g} s to fetch and read", param="messages", code=CODE) from None
+            raise Invalid(
+                f"the images take more than {READ_TIMEOUT_S:g} s to fetch and read", param="messages", code=CODE
+            ) from None
 
-    async def _read(self, messages: Sequence[Message], tenant_id: str) -> tuple[tuple[ChatMessage, ...], dict[str, bytes]]:
-        given = [(number, each) for number, message in enumerate(messages) if isinstance(message.content, Content) for each in message.content.images]
+    async def _read(
+        self, messages: Sequence[Message], tenant_id: str
+    ) -> tuple[tuple[ChatMessage, ...], dict[str, bytes]]:
+        given = [
+            (number, each)
+            for number, message in enumerate(messages)
+            if isinstance(message.content, Content)
+            for each in message.content.images
+        ]
         if len(given) > MAX_IMAGES:
             raise Invalid(f"at most {MAX_IMAGES} images in one request, got {len(given)}", param="messages")
         fetches = self._fetches([each.url for _, each in given if each.url])
@@ -69,7 +82,12 @@ class ImageReader:
                 data = await (fetches[each.url] if each.url else self._file(each, tenant_id))
                 images[number, each.place] = image = await self._image(each, data, tenant_id)
             except Invalid as error:
-                raise Invalid(str(error), param=f"messages[{number}].content{each.place}", code=error.code or CODE, status=error.status) from None
+                raise Invalid(
+                    str(error),
+                    param=f"messages[{number}].content{each.place}",
+                    code=error.code or CODE,
+                    status=error.status,
+                ) from None
             files[image.digest] = data
             if sum(map(len, files.values())) > self.max_bytes:
                 raise self._too_long()
@@ -91,13 +109,19 @@ class ImageReader:
         return {url: asyncio.create_task(fetch(url)) for url in dict.fromkeys(urls)}
 
     def _too_long(self) -> Invalid:
-        return Invalid(f"the images of one request have at most {self.max_bytes >> 20} MiB", param="messages", code="request_exceeds_limit")
+        return Invalid(
+            f"the images of one request have at most {self.max_bytes >> 20} MiB",
+            param="messages",
+            code="request_exceeds_limit",
+        )
 
     async def _file(self, given: GivenImage, tenant_id: str) -> bytes:
         if given.file_id:
             record = await self.files.load(given.file_id, tenant_id)
             if record.num_bytes > MAX_BYTES:
-                raise Invalid(f"an image's file has at most {MAX_BYTES >> 20} MiB, this one {record.num_bytes / (1 << 20):.1f}")
+                raise Invalid(
+                    f"an image's file has at most {MAX_BYTES >> 20} MiB, this one {record.num_bytes / (1 << 20):.1f}"
+                )
             try:
                 return await asyncio.to_thread(self.files.storage.read, record.path)
             except FileNotFoundError:
@@ -132,5 +156,8 @@ def with_images(message: Message, number: int, images: Mapping[tuple[int, str], 
     content = message.content
     if not isinstance(content, Content):
         return message.to_wire()
-    parts = [ContentPart(image=images[number, part.place]) if isinstance(part, GivenImage) else ContentPart(part) for part in content.parts]
+    parts = [
+        ContentPart(image=images[number, part.place]) if isinstance(part, GivenImage) else ContentPart(part)
+        for part in content.parts
+    ]
     return message.to_wire(tuple(parts))

@@ -59,7 +59,9 @@ def normed_and_weighted(x, weight, inverse_norm):
 def norm_weights(q_norm_ptr, k_norm_ptr, at, is_query, HEAD_DIM: tl.constexpr):
     """The weights of each head's norm at these dimensions, [HEADS, DIM]."""
     is_in = at < HEAD_DIM
-    return tl.where(is_query, tl.load(q_norm_ptr + at, mask=is_in)[None, :], tl.load(k_norm_ptr + at, mask=is_in)[None, :])
+    return tl.where(
+        is_query, tl.load(q_norm_ptr + at, mask=is_in)[None, :], tl.load(k_norm_ptr + at, mask=is_in)[None, :]
+    )
 
 
 @triton.jit
@@ -75,10 +77,27 @@ def quantized(y, HEADS: tl.constexpr, DIM: tl.constexpr, GROUP: tl.constexpr):
 
 @triton.jit
 def rotate_and_write(
-    qkv_ptr, kv_ptr, kv_scales_ptr, cos_ptr, sin_ptr, slots_ptr, num_tokens_ptr, q_norm_ptr, k_norm_ptr, eps, kv_stride, block_stride,
-    NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, ROTARY_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    GROUP: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr,
-):  # fmt: skip
+    qkv_ptr,
+    kv_ptr,
+    kv_scales_ptr,
+    cos_ptr,
+    sin_ptr,
+    slots_ptr,
+    num_tokens_ptr,
+    q_norm_ptr,
+    k_norm_ptr,
+    eps,
+    kv_stride,
+    block_stride,
+    NUM_HEADS: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    ROTARY_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+):
     """A program a token of qkv [T, (heads + 2 kv_heads) * head_dim] and HEADS of its heads: q is
     normalized and rotated in place, k too on its way into the cache, v only goes there.
 
@@ -114,7 +133,9 @@ def rotate_and_write(
         rotated = tl.where(is_first[None, :], y * cos - z * sin, y * cos + z * sin)
         y = tl.where(is_value | (at >= ROTARY_DIM)[None, :], y, widened(rounded(rotated, x.dtype)))
         tl.debug_barrier()  # all threads have read their partners
-        tl.store(base + head[:, None] * HEAD_DIM + at[None, :], rounded(y, x.dtype), mask=is_in & (head < NUM_HEADS)[:, None])
+        tl.store(
+            base + head[:, None] * HEAD_DIM + at[None, :], rounded(y, x.dtype), mask=is_in & (head < NUM_HEADS)[:, None]
+        )
         kv_head = (head - NUM_HEADS) % NUM_KV_HEADS
         is_cached = is_in & (head >= NUM_HEADS)[:, None]
         row = kv_head * BLOCK_SIZE + slot % BLOCK_SIZE
@@ -131,15 +152,27 @@ def rotate_and_write(
             tl.store(
                 kv_scales_ptr + first[:, None] + group[None, :],
                 scales,
-                mask=(head >= NUM_HEADS)[:, None] & (head < NUM_HEADS + 2 * NUM_KV_HEADS)[:, None] & (group < num_groups)[None, :],
+                mask=(head >= NUM_HEADS)[:, None]
+                & (head < NUM_HEADS + 2 * NUM_KV_HEADS)[:, None]
+                & (group < num_groups)[None, :],
             )
 
 
 @triton.jit
 def load_cache(
-    kv_ptr, kv_scales_ptr, blocks_at, offsets, kv_head, is_there, dtype: tl.constexpr,
-    NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr,
-):  # fmt: skip
+    kv_ptr,
+    kv_scales_ptr,
+    blocks_at,
+    offsets,
+    kv_head,
+    is_there,
+    dtype: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    GROUP: tl.constexpr,
+    DIM: tl.constexpr,
+):
     """Rows of the cache as [KEYS, DIM] in dtype; 0 where nothing is: what others left there may be
     no number. blocks_at: [KEYS], where their blocks begin, of keys or of values."""
     at = tl.arange(0, DIM)
@@ -156,13 +189,35 @@ def load_cache(
 
 @triton.jit
 def attend_range(
-    q, kv_ptr, kv_scales_ptr, table_ptr, lens_ptr, positions, lasts, first, last, end, kv_head, kv_stride, block_stride, window, scale, cap,
-    NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, GROUP: tl.constexpr,
-    ROWS: tl.constexpr, KEYS: tl.constexpr, DIM: tl.constexpr, HAS_CAP: tl.constexpr,
-):  # fmt: skip
+    q,
+    kv_ptr,
+    kv_scales_ptr,
+    table_ptr,
+    lens_ptr,
+    positions,
+    lasts,
+    first,
+    last,
+    end,
+    kv_head,
+    kv_stride,
+    block_stride,
+    window,
+    scale,
+    cap,
+    NUM_KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    GROUP: tl.constexpr,
+    ROWS: tl.constexpr,
+    KEYS: tl.constexpr,
+    DIM: tl.constexpr,
+    HAS_CAP: tl.constexpr,
+):
     """Keys of [first, last), each a multiple of KEYS; [0, end) exist. q: [ROWS, DIM];
     table, lens: of the sequence, see `attend`; positions: [ROWS]; lasts: [ROWS], the last that each sees; window: how
-    many each sees before itself, and itself. Returns each row's largest score, sum of weights, and weighted sum of values:
+    many each sees before itself, and itself. Returns each row's largest score, sum of weights, and
+    weighted sum of values:
     [ROWS], [ROWS], [ROWS, DIM] float32."""
     largest = tl.full([ROWS], float("-inf"), tl.float32)
     mass = tl.zeros([ROWS], tl.float32)
@@ -174,7 +229,20 @@ def attend_range(
         offsets = keys % BLOCK_SIZE
         if lens_ptr is not None:
             is_there = is_there & (offsets < tl.load(lens_ptr + keys // BLOCK_SIZE, mask=is_there, other=0))
-        k = load_cache(kv_ptr, kv_scales_ptr, blocks_at, offsets, kv_head, is_there, q.dtype, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, GROUP, DIM)
+        k = load_cache(
+            kv_ptr,
+            kv_scales_ptr,
+            blocks_at,
+            offsets,
+            kv_head,
+            is_there,
+            q.dtype,
+            NUM_KV_HEADS,
+            HEAD_DIM,
+            BLOCK_SIZE,
+            GROUP,
+            DIM,
+        )
         scores = dot(q, tl.trans(k), tl.zeros([ROWS, KEYS], tl.float32)) * scale
         if HAS_CAP:
             scores = tanh(scores / cap) * cap
@@ -186,7 +254,20 @@ def attend_range(
         shrink = tl.exp(largest - base)
         mass = mass * shrink + tl.sum(weights, 1)
         blocks_at += kv_stride
-        v = load_cache(kv_ptr, kv_scales_ptr, blocks_at, offsets, kv_head, is_there, q.dtype, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, GROUP, DIM)
+        v = load_cache(
+            kv_ptr,
+            kv_scales_ptr,
+            blocks_at,
+            offsets,
+            kv_head,
+            is_there,
+            q.dtype,
+            NUM_KV_HEADS,
+            HEAD_DIM,
+            BLOCK_SIZE,
+            GROUP,
+            DIM,
+        )
         total = dot(rounded(weights, q.dtype), v, total * shrink[:, None])
         largest = new_largest
     return largest, mass, total
@@ -220,12 +301,41 @@ def finished(largest, mass, total, sinks_ptr, head, is_row):
     do_not_specialize_on_alignment=["tiles_ptr", "contexts_ptr", "tables_ptr", "lens_ptr", "last_seen_ptr"],
 )
 def attend(
-    qkv_ptr, kv_ptr, kv_scales_ptr, tiles_ptr, contexts_ptr, tables_ptr, lens_ptr, last_seen_ptr, sinks_ptr, out_ptr, parts_ptr, stats_ptr,
-    num_tiles, table_width, max_ranges, kv_stride, block_stride, window, scale, cap,
-    NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, GROUP: tl.constexpr,
-    SHARING: tl.constexpr, NUM_BEFORE: tl.constexpr, PLACES: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, DIM: tl.constexpr,
-    RANGE: tl.constexpr, IS_SPLIT: tl.constexpr, HAS_CAP: tl.constexpr,
-):  # fmt: skip
+    qkv_ptr,
+    kv_ptr,
+    kv_scales_ptr,
+    tiles_ptr,
+    contexts_ptr,
+    tables_ptr,
+    lens_ptr,
+    last_seen_ptr,
+    sinks_ptr,
+    out_ptr,
+    parts_ptr,
+    stats_ptr,
+    num_tiles,
+    table_width,
+    max_ranges,
+    kv_stride,
+    block_stride,
+    window,
+    scale,
+    cap,
+    NUM_HEADS: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    GROUP: tl.constexpr,
+    SHARING: tl.constexpr,
+    NUM_BEFORE: tl.constexpr,
+    PLACES: tl.constexpr,
+    ROWS: tl.constexpr,
+    KEYS: tl.constexpr,
+    DIM: tl.constexpr,
+    RANGE: tl.constexpr,
+    IS_SPLIT: tl.constexpr,
+    HAS_CAP: tl.constexpr,
+):
     """A program a tile of one sequence's queries, a KV head, and, if IS_SPLIT, some of its ranges.
 
     tiles: [4, num_tiles]: first token in the step, number of queries (0: padding), sequence, the
@@ -269,16 +379,42 @@ def attend(
         largest = tl.full([ROWS], float("-inf"), tl.float32)
         mass = tl.zeros([ROWS], tl.float32)
         total = tl.zeros([ROWS, DIM], tl.float32)
-        for number in range(range_of(first_seen, RANGE) + tl.program_id(2), range_of(last_seen - 1, RANGE) + 1, tl.num_programs(2)):
+        for number in range(
+            range_of(first_seen, RANGE) + tl.program_id(2), range_of(last_seen - 1, RANGE) + 1, tl.num_programs(2)
+        ):
             first = tl.maximum(range_start(number, RANGE), first_seen // KEYS * KEYS)
             last = tl.minimum(range_start(number + 1, RANGE), last_seen)
             lens = lens_ptr + table_at if lens_ptr is not None else None
             range_largest, range_mass, range_total = attend_range(
-                q, kv_ptr, kv_scales_ptr, tables_ptr + table_at, lens, positions, lasts, first, last, end, kv_head, kv_stride, block_stride,
-                window, scale, cap, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, GROUP, ROWS, KEYS, DIM, HAS_CAP,
-            )  # fmt: skip
+                q,
+                kv_ptr,
+                kv_scales_ptr,
+                tables_ptr + table_at,
+                lens,
+                positions,
+                lasts,
+                first,
+                last,
+                end,
+                kv_head,
+                kv_stride,
+                block_stride,
+                window,
+                scale,
+                cap,
+                NUM_KV_HEADS,
+                HEAD_DIM,
+                BLOCK_SIZE,
+                GROUP,
+                ROWS,
+                KEYS,
+                DIM,
+                HAS_CAP,
+            )
             if IS_SPLIT:
-                part = ((tl.load(tiles_ptr + 3 * num_tiles + tile).to(tl.int64) + query) * NUM_HEADS + head) * max_ranges + number
+                part = (
+                    (tl.load(tiles_ptr + 3 * num_tiles + tile).to(tl.int64) + query) * NUM_HEADS + head
+                ) * max_ranges + number
                 tl.store(stats_ptr + 2 * part, range_largest, mask=is_row)
                 tl.store(stats_ptr + 2 * part + 1, range_mass, mask=is_row)
                 tl.store(parts_ptr + (part * HEAD_DIM)[:, None] + at[None, :], range_total, mask=is_in)
@@ -286,15 +422,31 @@ def attend(
                 largest, mass, total = merge(largest, mass, total, range_largest, range_mass, range_total)
         if not IS_SPLIT:
             out = finished(largest, mass, total, sinks_ptr, head, is_row)
-            tl.store(out_ptr + (token * NUM_HEADS * HEAD_DIM + head * HEAD_DIM)[:, None] + at[None, :], rounded(out, out_ptr.dtype.element_ty), mask=is_in)
+            tl.store(
+                out_ptr + (token * NUM_HEADS * HEAD_DIM + head * HEAD_DIM)[:, None] + at[None, :],
+                rounded(out, out_ptr.dtype.element_ty),
+                mask=is_in,
+            )
 
 
 @triton.jit(do_not_specialize=["num_parts", "max_ranges"], do_not_specialize_on_alignment=["merged_ptr"])
 def merge_ranges(
-    merged_ptr, parts_ptr, stats_ptr, sinks_ptr, out_ptr, num_parts, max_ranges, window,
-    NUM_HEADS: tl.constexpr, SHARING: tl.constexpr, NUM_BEFORE: tl.constexpr, HEAD_DIM: tl.constexpr, PLACES: tl.constexpr, DIM: tl.constexpr,
+    merged_ptr,
+    parts_ptr,
+    stats_ptr,
+    sinks_ptr,
+    out_ptr,
+    num_parts,
+    max_ranges,
+    window,
+    NUM_HEADS: tl.constexpr,
+    SHARING: tl.constexpr,
+    NUM_BEFORE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    PLACES: tl.constexpr,
+    DIM: tl.constexpr,
     RANGE: tl.constexpr,
-):  # fmt: skip
+):
     """Merge what `attend` wrote by range, in order: a program a query and KV head.
 
     merged: [2, num_parts] int32: each query's token in the step, and how many tokens of its
@@ -319,4 +471,8 @@ def merge_ranges(
             range_total = tl.load(parts_ptr + (part * HEAD_DIM)[:, None] + at[None, :], mask=is_in, other=0.0)
             largest, mass, total = merge(largest, mass, total, range_largest, range_mass, range_total)
         out = finished(largest, mass, total, sinks_ptr, head, is_row)
-        tl.store(out_ptr + (token * NUM_HEADS * HEAD_DIM + head * HEAD_DIM)[:, None] + at[None, :], rounded(out, out_ptr.dtype.element_ty), mask=is_in)
+        tl.store(
+            out_ptr + (token * NUM_HEADS * HEAD_DIM + head * HEAD_DIM)[:, None] + at[None, :],
+            rounded(out, out_ptr.dtype.element_ty),
+            mask=is_in,
+        )

@@ -35,8 +35,14 @@ def copy_blocks(bases_ptr, copies_ptr, count, num_words, kv_stride, BLOCK: tl.co
     bases: [layers] int64, where their caches begin; copies: [count, 2] int64, (from, to); num_words:
     of a block, of eight bytes; kv_stride: from keys to values, in words.
     """
-    base = tl.load(bases_ptr + tl.program_id(0)).to(tl.pointer_type(tl.int64)) + tl.program_id(1).to(tl.int64) * kv_stride
+    base = (
+        tl.load(bases_ptr + tl.program_id(0)).to(tl.pointer_type(tl.int64)) + tl.program_id(1).to(tl.int64) * kv_stride
+    )
     at = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
     for number in range(count):
         source, target = tl.load(copies_ptr + 2 * number), tl.load(copies_ptr + 2 * number + 1)
-        tl.store(base + target * num_words + at, tl.load(base + source * num_words + at, mask=at < num_words), mask=at < num_words)
+        tl.store(
+            base + target * num_words + at,
+            tl.load(base + source * num_words + at, mask=at < num_words),
+            mask=at < num_words,
+        )

@@ -36,7 +36,9 @@ def rounded(x, dtype: tl.constexpr):
         small = ((size + 24576.0) - 24576.0) * 512.0  # 1.5 * 2^23 steps: see nearest
         bits = size.to(tl.uint32, bitcast=True)
         large = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - (120 << 3)
-        code = tl.where(x != x, 0x7F, tl.where(size < 0.015625, small.to(tl.uint32), large)) | ((x.to(tl.uint32, bitcast=True) >> 24) & 0x80)
+        code = tl.where(x != x, 0x7F, tl.where(size < 0.015625, small.to(tl.uint32), large)) | (
+            (x.to(tl.uint32, bitcast=True) >> 24) & 0x80
+        )
         return code.to(tl.uint8).to(tl.float8e4nv, bitcast=True)
     else:
         return x.to(dtype)
@@ -53,7 +55,9 @@ def dot(a, b, total):
         return tl.dot(wide_a, wide_b, total.to(tl.float64), out_dtype=tl.float64).to(tl.float32)
     elif a.dtype == tl.int8:
         return tl.dot(a, b, total, out_dtype=tl.int32)
-    elif a.dtype == tl.float8e4nv:  # with a bound of imprecise sums, the compiler does not draw what is added to the product into it
+    elif (
+        a.dtype == tl.float8e4nv
+    ):  # with a bound of imprecise sums, the compiler does not draw what is added to the product into it
         return tl.dot(a, b, total, max_num_imprecise_acc=a.shape[1])
     else:
         return tl.dot(a, b, total, input_precision="ieee")

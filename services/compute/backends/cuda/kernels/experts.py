@@ -15,8 +15,15 @@ from services.compute.backends.cuda.kernels.products import TOGETHER, multiply_c
 
 @triton.jit
 def choose_experts(
-    logits_ptr, chosen_ptr, weights_ptr, num_experts, num_active, IS_NORMALIZED: tl.constexpr, BLOCK: tl.constexpr, KEPT: tl.constexpr
-):  # fmt: skip
+    logits_ptr,
+    chosen_ptr,
+    weights_ptr,
+    num_experts,
+    num_active,
+    IS_NORMALIZED: tl.constexpr,
+    BLOCK: tl.constexpr,
+    KEPT: tl.constexpr,
+):
     """A row's experts, by falling logit, equal ones by rising number, and their shares of the softmax over
     all; normalized, they sum to 1. A program a row, whose whole logits are one block.
 
@@ -83,11 +90,36 @@ def group_pairs(chosen_ptr, order_ptr, tiles_ptr, num_pairs, first_expert, ROWS:
 
 @triton.jit(do_not_specialize=["row_tiles"])
 def multiply_experts(
-    x_ptr, x_scales_ptr, x_sums_ptr, w_ptr, w_scales_ptr, zeros_ptr, minima_ptr, bias_ptr, out_ptr, order_ptr, tiles_ptr, row_tiles, pairs_per_row, n, k,
-    w_stride, height, w_size, scales_size, bias_size, low_values, high_values,
-    FORM: tl.constexpr, FIRST: tl.constexpr, GROUP: tl.constexpr, ACTIVATION: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-):  # fmt: skip
+    x_ptr,
+    x_scales_ptr,
+    x_sums_ptr,
+    w_ptr,
+    w_scales_ptr,
+    zeros_ptr,
+    minima_ptr,
+    bias_ptr,
+    out_ptr,
+    order_ptr,
+    tiles_ptr,
+    row_tiles,
+    pairs_per_row,
+    n,
+    k,
+    w_stride,
+    height,
+    w_size,
+    scales_size,
+    bias_size,
+    low_values,
+    high_values,
+    FORM: tl.constexpr,
+    FIRST: tl.constexpr,
+    GROUP: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
     """out [pairs, n]: what `multiply` makes of each pair's row of x, p // pairs_per_row, with its expert's
     weights; without a residual. Pairs that are in no tile are not written.
 
@@ -96,14 +128,26 @@ def multiply_experts(
     """
     column_tiles = tl.cdiv(n, BLOCK_N)
     number = tl.program_id(0)
-    row_tile, column_tile = tl.swizzle2d(number // column_tiles, number % column_tiles, row_tiles, column_tiles, TOGETHER)
-    expert, begin, end = tl.load(tiles_ptr + row_tile * 3).to(tl.int64), tl.load(tiles_ptr + row_tile * 3 + 1), tl.load(tiles_ptr + row_tile * 3 + 2)
+    row_tile, column_tile = tl.swizzle2d(
+        number // column_tiles, number % column_tiles, row_tiles, column_tiles, TOGETHER
+    )
+    expert, begin, end = (
+        tl.load(tiles_ptr + row_tile * 3).to(tl.int64),
+        tl.load(tiles_ptr + row_tile * 3 + 1),
+        tl.load(tiles_ptr + row_tile * 3 + 2),
+    )
     if begin < end:
         places = begin + tl.arange(0, BLOCK_M)
         is_row = places < end
         pairs = tl.load(order_ptr + places, mask=is_row, other=0)
         all_columns = column_tile * BLOCK_N + tl.arange(0, BLOCK_N)
-        w_at, scales_at, zeros_at, minima_at, bias_at = w_ptr + expert * w_size, w_scales_ptr, zeros_ptr, minima_ptr, bias_ptr
+        w_at, scales_at, zeros_at, minima_at, bias_at = (
+            w_ptr + expert * w_size,
+            w_scales_ptr,
+            zeros_ptr,
+            minima_ptr,
+            bias_ptr,
+        )
         if w_scales_ptr is not None:
             scales_at = w_scales_ptr + expert * scales_size
         if zeros_ptr is not None:
@@ -113,9 +157,33 @@ def multiply_experts(
         if bias_ptr is not None:
             bias_at = bias_ptr + expert * bias_size
         total = multiply_columns(
-            x_ptr, x_scales_ptr, x_sums_ptr, w_at, scales_at, zeros_at, minima_at, bias_at, pairs // pairs_per_row, is_row, all_columns % n, n, k, k,
-            w_stride, height, low_values, high_values, FORM, FIRST, GROUP, ACTIVATION, False, BLOCK_M, BLOCK_N, BLOCK_K,
-        )  # fmt: skip
+            x_ptr,
+            x_scales_ptr,
+            x_sums_ptr,
+            w_at,
+            scales_at,
+            zeros_at,
+            minima_at,
+            bias_at,
+            pairs // pairs_per_row,
+            is_row,
+            all_columns % n,
+            n,
+            k,
+            k,
+            w_stride,
+            height,
+            low_values,
+            high_values,
+            FORM,
+            FIRST,
+            GROUP,
+            ACTIVATION,
+            False,
+            BLOCK_M,
+            BLOCK_N,
+            BLOCK_K,
+        )
         tl.store(
             out_ptr + pairs[:, None].to(tl.int64) * n + all_columns[None, :],
             rounded(total, out_ptr.dtype.element_ty),
@@ -125,8 +193,17 @@ def multiply_experts(
 
 @triton.jit
 def add_experts(
-    x_ptr, results_ptr, weights_ptr, shared_ptr, score_ptr, out_ptr, num_active, hidden, HAS_RESIDUAL: tl.constexpr, BLOCK: tl.constexpr
-):  # fmt: skip
+    x_ptr,
+    results_ptr,
+    weights_ptr,
+    shared_ptr,
+    score_ptr,
+    out_ptr,
+    num_active,
+    hidden,
+    HAS_RESIDUAL: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """x, or 0, and a row's results times their weights, in float32, the first expert first; then `shared`,
     if there is one, times the sigmoid of its score.
 
@@ -146,5 +223,7 @@ def add_experts(
         score = tl.load(score_ptr + row)
         largest = tl.maximum(score, 0.0)
         power, rest = tl.exp(score - largest), tl.exp(0.0 - largest)
-        total += tl.div_rn(power, power + rest) * widened(tl.load(shared_ptr + row * hidden + at, mask=is_in, other=0.0))
+        total += tl.div_rn(power, power + rest) * widened(
+            tl.load(shared_ptr + row * hidden + at, mask=is_in, other=0.0)
+        )
     tl.store(out_ptr + row * hidden + at, rounded(total, out_ptr.dtype.element_ty), mask=is_in)

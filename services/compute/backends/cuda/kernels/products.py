@@ -11,7 +11,8 @@ in float32, group after group.
 import triton
 import triton.language as tl
 
-from services.compute.backends.cuda.kernels.common import dot, rounded, tanh, widened
+from services.compute.backends.cuda.kernels.common import rounded, tanh, widened
+from services.compute.backends.cuda.kernels.sums import multiply_float8, multiply_groups, multiply_plain
 
 DENSE = tl.constexpr(0)
 COLUMNS = tl.constexpr(1)
@@ -26,113 +27,31 @@ TOGETHER = tl.constexpr(8)
 
 
 @triton.jit
-def multiply_plain(
-    x_ptr, w_ptr, rows, is_row, columns, k, first, last, IS_INT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr
-):  # fmt: skip
-    """x [T, k] and w [n, k] in one dtype; of inputs [first, last). Returns [BLOCK_M, BLOCK_N] float32,
-    or int32."""
-    steps = tl.arange(0, BLOCK_K)
-    x_at = x_ptr + rows[:, None].to(tl.int64) * k + steps[None, :]
-    w_at = w_ptr + columns[None, :].to(tl.int64) * k + steps[:, None]
-    total = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.int32 if IS_INT else tl.float32)
-    for start in range(first, last, BLOCK_K):
-        is_in = steps < k - start
-        x = tl.load(x_at + start, mask=is_row[:, None] & is_in[None, :], other=0)
-        w = tl.load(w_at + start, mask=is_in[:, None], other=0)
-        total = dot(x, w, total)
-    return total
-
-
-@triton.jit
-def four_bit_values(w_at, is_in, low_values, high_values, FIRST: tl.constexpr):
-    """Bytes of two codes, [n, GROUP / 2], to what stands in the table, [n, GROUP] int8: FIRST +
-    code, or byte `code` of two words of eight."""
-    pairs = tl.load(w_at, mask=is_in, other=0)
-    codes = tl.interleave(pairs & 15, pairs >> 4)
-    if FIRST is not None:
-        return (codes.to(tl.int32) + FIRST).to(tl.int8)
-    else:
-        words = tl.where(codes < 8, low_values, high_values)
-        return (words >> ((codes & 7).to(tl.int64) * 8)).to(tl.int8)
-
-
-@triton.jit
-def multiply_groups(
-    x_ptr, x_scales_ptr, x_sums_ptr, w_ptr, w_scales_ptr, zeros_ptr, minima_ptr, rows, is_row, columns, k, first, last, w_stride, low_values,
-    high_values, IS_FOUR_BIT: tl.constexpr, FIRST: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
-    """Int8 x with a scale for each row and group, of inputs [first, last). w: [n, k] int8, or [n, ceil(k / 2)] pairs of
-    codes, w_stride from row to row; its scales, zeros and minima: [n, groups].
-
-    (sum of x * value - zero * sum of x) * scale of x * scale + minimum * scale of x * sum of x: the
-    first two in int32, exactly. Returns [BLOCK_M, BLOCK_N] float32.
-    """
-    num_groups = tl.cdiv(k, GROUP)
-    steps = tl.arange(0, GROUP)
-    half_steps = tl.arange(0, GROUP // 2)
-    x_at = x_ptr + rows[:, None].to(tl.int64) * k + steps[None, :]
-    total = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
-    for group in range(first // GROUP, tl.cdiv(last, GROUP)):
-        start = group * GROUP
-        x = tl.load(x_at + start, mask=is_row[:, None] & (steps < k - start)[None, :], other=0)
-        if IS_FOUR_BIT:  # what a last byte's upper half holds is multiplied by 0
-            w_at = w_ptr + columns[:, None].to(tl.int64) * w_stride + group * (GROUP // 2) + half_steps[None, :]
-            w = four_bit_values(w_at, (half_steps < w_stride - group * (GROUP // 2))[None, :], low_values, high_values, FIRST)
-        else:
-            w = tl.load(w_ptr + columns[:, None].to(tl.int64) * w_stride + start + steps[None, :], mask=(steps < k - start)[None, :], other=0)
-        exact = dot(x, tl.trans(w), tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.int32))
-        of_row = rows.to(tl.int64) * num_groups + group
-        of_column = columns.to(tl.int64) * num_groups + group
-        x_scales = tl.load(x_scales_ptr + of_row)
-        w_scales = tl.load(w_scales_ptr + of_column).to(tl.float32)
-        if zeros_ptr is not None or minima_ptr is not None:
-            x_sums = tl.load(x_sums_ptr + of_row)
-        if zeros_ptr is not None:
-            exact -= x_sums[:, None] * tl.load(zeros_ptr + of_column).to(tl.int32)[None, :]
-        total += exact.to(tl.float32) * x_scales[:, None] * w_scales[None, :]
-        if minima_ptr is not None:
-            minima = tl.load(minima_ptr + of_column).to(tl.float32)
-            total += (x_scales * x_sums.to(tl.float32))[:, None] * minima[None, :]
-    return total
-
-
-@triton.jit
-def multiply_float8(
-    x_ptr, x_scales_ptr, w_ptr, w_scales_ptr, rows, is_row, columns, k, first, last, height,
-    HAS_BLOCKS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-):  # fmt: skip
-    """x [T, k] and w [n, k] in e4m3, of inputs [first, last), not scaled yet; or (HAS_BLOCKS) with a scale
-    for each BLOCK_K inputs of a row, and of `height` columns.
-
-    Tensor cores add up products of e4m3 in some 14 bits (DeepSeek-AI, "DeepSeek-V3 Technical
-    Report", 2024, section 3.3.2): so only BLOCK_K inputs are added there, and what comes of them in
-    float32, first to last. Returns [BLOCK_M, BLOCK_N] float32.
-    """
-    num_groups = tl.cdiv(k, BLOCK_K)
-    steps = tl.arange(0, BLOCK_K)
-    x_at = x_ptr + rows[:, None].to(tl.int64) * k + steps[None, :]
-    w_at = w_ptr + columns[None, :].to(tl.int64) * k + steps[:, None]
-    total = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
-    for group in range(first // BLOCK_K, tl.cdiv(last, BLOCK_K)):
-        start = group * BLOCK_K
-        is_in = steps < k - start
-        x = tl.load(x_at + start, mask=is_row[:, None] & is_in[None, :], other=0.0)
-        w = tl.load(w_at + start, mask=is_in[:, None], other=0.0)
-        part = dot(x, w, tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32))
-        if HAS_BLOCKS:
-            x_scales = tl.load(x_scales_ptr + rows.to(tl.int64) * num_groups + group)
-            w_scales = tl.load(w_scales_ptr + (columns // height).to(tl.int64) * num_groups + group)
-            part = part * x_scales[:, None] * w_scales[None, :]
-        total += part
-    return total
-
-
-@triton.jit
 def sum_inputs(
-    x_ptr, x_scales_ptr, x_sums_ptr, w_ptr, w_scales_ptr, zeros_ptr, minima_ptr, rows, is_row, columns, k, first, last, w_stride, height,
-    low_values, high_values,
-    FORM: tl.constexpr, FIRST: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-):  # fmt: skip
+    x_ptr,
+    x_scales_ptr,
+    x_sums_ptr,
+    w_ptr,
+    w_scales_ptr,
+    zeros_ptr,
+    minima_ptr,
+    rows,
+    is_row,
+    columns,
+    k,
+    first,
+    last,
+    w_stride,
+    height,
+    low_values,
+    high_values,
+    FORM: tl.constexpr,
+    FIRST: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
     """The sums of products of inputs [first, last), without the scales of whole rows and columns. is_row:
     [BLOCK_M], which of the rows are read. Returns [BLOCK_M, BLOCK_N] float32, or int32 (COLUMNS)."""
     if FORM == DENSE:
@@ -141,34 +60,129 @@ def sum_inputs(
         return multiply_plain(x_ptr, w_ptr, rows, is_row, columns, k, first, last, True, BLOCK_M, BLOCK_N, BLOCK_K)
     elif FORM >= FLOAT8:
         return multiply_float8(
-            x_ptr, x_scales_ptr, w_ptr, w_scales_ptr, rows, is_row, columns, k, first, last, height, FORM == FLOAT8_BLOCKS, BLOCK_M, BLOCK_N, BLOCK_K
-        )  # fmt: skip
+            x_ptr,
+            x_scales_ptr,
+            w_ptr,
+            w_scales_ptr,
+            rows,
+            is_row,
+            columns,
+            k,
+            first,
+            last,
+            height,
+            FORM == FLOAT8_BLOCKS,
+            BLOCK_M,
+            BLOCK_N,
+            BLOCK_K,
+        )
     else:
         return multiply_groups(
-            x_ptr, x_scales_ptr, x_sums_ptr, w_ptr, w_scales_ptr, zeros_ptr, minima_ptr, rows, is_row, columns, k, first, last, w_stride, low_values,
-            high_values, FORM == FOUR_BIT, FIRST, GROUP, BLOCK_M, BLOCK_N,
-        )  # fmt: skip
+            x_ptr,
+            x_scales_ptr,
+            x_sums_ptr,
+            w_ptr,
+            w_scales_ptr,
+            zeros_ptr,
+            minima_ptr,
+            rows,
+            is_row,
+            columns,
+            k,
+            first,
+            last,
+            w_stride,
+            low_values,
+            high_values,
+            FORM == FOUR_BIT,
+            FIRST,
+            GROUP,
+            BLOCK_M,
+            BLOCK_N,
+        )
 
 
 @triton.jit
 def multiply_tile(
-    x_ptr, x_scales_ptr, x_sums_ptr, w_ptr, w_scales_ptr, zeros_ptr, minima_ptr, bias_ptr, rows, is_row, columns, k, span, w_stride, height,
-    low_values, high_values,
-    FORM: tl.constexpr, FIRST: tl.constexpr, GROUP: tl.constexpr, HAS_PARTS: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-):  # fmt: skip
+    x_ptr,
+    x_scales_ptr,
+    x_sums_ptr,
+    w_ptr,
+    w_scales_ptr,
+    zeros_ptr,
+    minima_ptr,
+    bias_ptr,
+    rows,
+    is_row,
+    columns,
+    k,
+    span,
+    w_stride,
+    height,
+    low_values,
+    high_values,
+    FORM: tl.constexpr,
+    FIRST: tl.constexpr,
+    GROUP: tl.constexpr,
+    HAS_PARTS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
     """Rows and columns of the product, scaled, with the bias. HAS_PARTS: the sum is over the sums of each
     `span` inputs. Returns [BLOCK_M, BLOCK_N] float32."""
     total = sum_inputs(
-        x_ptr, x_scales_ptr, x_sums_ptr, w_ptr, w_scales_ptr, zeros_ptr, minima_ptr, rows, is_row, columns, k, 0, span if HAS_PARTS else k, w_stride,
-        height, low_values, high_values, FORM, FIRST, GROUP, BLOCK_M, BLOCK_N, BLOCK_K,
-    )  # fmt: skip
+        x_ptr,
+        x_scales_ptr,
+        x_sums_ptr,
+        w_ptr,
+        w_scales_ptr,
+        zeros_ptr,
+        minima_ptr,
+        rows,
+        is_row,
+        columns,
+        k,
+        0,
+        span if HAS_PARTS else k,
+        w_stride,
+        height,
+        low_values,
+        high_values,
+        FORM,
+        FIRST,
+        GROUP,
+        BLOCK_M,
+        BLOCK_N,
+        BLOCK_K,
+    )
     if HAS_PARTS:
         for first in range(span, k, span):
             total += sum_inputs(
-                x_ptr, x_scales_ptr, x_sums_ptr, w_ptr, w_scales_ptr, zeros_ptr, minima_ptr, rows, is_row, columns, k, first, tl.minimum(first + span, k),
-                w_stride, height, low_values, high_values, FORM, FIRST, GROUP, BLOCK_M, BLOCK_N, BLOCK_K,
-            )  # fmt: skip
+                x_ptr,
+                x_scales_ptr,
+                x_sums_ptr,
+                w_ptr,
+                w_scales_ptr,
+                zeros_ptr,
+                minima_ptr,
+                rows,
+                is_row,
+                columns,
+                k,
+                first,
+                tl.minimum(first + span, k),
+                w_stride,
+                height,
+                low_values,
+                high_values,
+                FORM,
+                FIRST,
+                GROUP,
+                BLOCK_M,
+                BLOCK_N,
+                BLOCK_K,
+            )
     total = total.to(tl.float32)
     if (FORM == COLUMNS) | (FORM == FLOAT8):
         total = total * tl.load(x_scales_ptr + rows)[:, None] * tl.load(w_scales_ptr + columns)[None, :]
@@ -179,55 +193,189 @@ def multiply_tile(
 
 @triton.jit
 def multiply_columns(
-    x_ptr, x_scales_ptr, x_sums_ptr, w_ptr, w_scales_ptr, zeros_ptr, minima_ptr, bias_ptr, rows, is_row, columns, n, k, span, w_stride, height,
-    low_values, high_values,
-    FORM: tl.constexpr, FIRST: tl.constexpr, GROUP: tl.constexpr, ACTIVATION: tl.constexpr, HAS_PARTS: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-):  # fmt: skip
+    x_ptr,
+    x_scales_ptr,
+    x_sums_ptr,
+    w_ptr,
+    w_scales_ptr,
+    zeros_ptr,
+    minima_ptr,
+    bias_ptr,
+    rows,
+    is_row,
+    columns,
+    n,
+    k,
+    span,
+    w_stride,
+    height,
+    low_values,
+    high_values,
+    FORM: tl.constexpr,
+    FIRST: tl.constexpr,
+    GROUP: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    HAS_PARTS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
     """Rows and columns of the product, or, gated by it, of the product of the columns from n on
     (ACTIVATION: one of reference.ACTIVATIONS, or None: no gate). Returns [BLOCK_M, BLOCK_N]
     float32."""
     total = multiply_tile(
-        x_ptr, x_scales_ptr, x_sums_ptr, w_ptr, w_scales_ptr, zeros_ptr, minima_ptr, bias_ptr, rows, is_row, columns, k, span, w_stride, height,
-        low_values, high_values, FORM, FIRST, GROUP, HAS_PARTS, BLOCK_M, BLOCK_N, BLOCK_K,
-    )  # fmt: skip
+        x_ptr,
+        x_scales_ptr,
+        x_sums_ptr,
+        w_ptr,
+        w_scales_ptr,
+        zeros_ptr,
+        minima_ptr,
+        bias_ptr,
+        rows,
+        is_row,
+        columns,
+        k,
+        span,
+        w_stride,
+        height,
+        low_values,
+        high_values,
+        FORM,
+        FIRST,
+        GROUP,
+        HAS_PARTS,
+        BLOCK_M,
+        BLOCK_N,
+        BLOCK_K,
+    )
     if ACTIVATION is not None:
         up = multiply_tile(
-            x_ptr, x_scales_ptr, x_sums_ptr, w_ptr, w_scales_ptr, zeros_ptr, minima_ptr, bias_ptr, rows, is_row, columns + n, k, span, w_stride, height,
-            low_values, high_values, FORM, FIRST, GROUP, HAS_PARTS, BLOCK_M, BLOCK_N, BLOCK_K,
-        )  # fmt: skip
+            x_ptr,
+            x_scales_ptr,
+            x_sums_ptr,
+            w_ptr,
+            w_scales_ptr,
+            zeros_ptr,
+            minima_ptr,
+            bias_ptr,
+            rows,
+            is_row,
+            columns + n,
+            k,
+            span,
+            w_stride,
+            height,
+            low_values,
+            high_values,
+            FORM,
+            FIRST,
+            GROUP,
+            HAS_PARTS,
+            BLOCK_M,
+            BLOCK_N,
+            BLOCK_K,
+        )
         total = gated(total, up, ACTIVATION)
     return total
 
 
 @triton.jit(do_not_specialize=["num_rows"])
 def multiply(
-    x_ptr, x_scales_ptr, x_sums_ptr, w_ptr, w_scales_ptr, zeros_ptr, minima_ptr, bias_ptr, residual_ptr, out_ptr, num_rows, n, k, span, w_stride, height,
-    low_values, high_values,
-    FORM: tl.constexpr, FIRST: tl.constexpr, GROUP: tl.constexpr, ACTIVATION: tl.constexpr, HAS_PARTS: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-):  # fmt: skip
+    x_ptr,
+    x_scales_ptr,
+    x_sums_ptr,
+    w_ptr,
+    w_scales_ptr,
+    zeros_ptr,
+    minima_ptr,
+    bias_ptr,
+    residual_ptr,
+    out_ptr,
+    num_rows,
+    n,
+    k,
+    span,
+    w_stride,
+    height,
+    low_values,
+    high_values,
+    FORM: tl.constexpr,
+    FIRST: tl.constexpr,
+    GROUP: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    HAS_PARTS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
     """out [num_rows, n]: multiply_columns, plus the residual. Rounded once, to out's dtype."""
     row_tiles, column_tiles = tl.cdiv(num_rows, BLOCK_M), tl.cdiv(n, BLOCK_N)
     number = tl.program_id(0)
-    row_tile, column_tile = tl.swizzle2d(number // column_tiles, number % column_tiles, row_tiles, column_tiles, TOGETHER)
+    row_tile, column_tile = tl.swizzle2d(
+        number // column_tiles, number % column_tiles, row_tiles, column_tiles, TOGETHER
+    )
     all_rows = row_tile * BLOCK_M + tl.arange(0, BLOCK_M)
     all_columns = column_tile * BLOCK_N + tl.arange(0, BLOCK_N)
     # What lies beyond is computed from something else, and not stored; of rows that are not there
     # nothing is read: of one row a tile would be twice its weights
     rows, is_row, columns = all_rows % num_rows, all_rows < num_rows, all_columns % n
     total = multiply_columns(
-        x_ptr, x_scales_ptr, x_sums_ptr, w_ptr, w_scales_ptr, zeros_ptr, minima_ptr, bias_ptr, rows, is_row, columns, n, k, span, w_stride, height,
-        low_values, high_values, FORM, FIRST, GROUP, ACTIVATION, HAS_PARTS, BLOCK_M, BLOCK_N, BLOCK_K,
-    )  # fmt: skip
+        x_ptr,
+        x_scales_ptr,
+        x_sums_ptr,
+        w_ptr,
+        w_scales_ptr,
+        zeros_ptr,
+        minima_ptr,
+        bias_ptr,
+        rows,
+        is_row,
+        columns,
+        n,
+        k,
+        span,
+        w_stride,
+        height,
+        low_values,
+        high_values,
+        FORM,
+        FIRST,
+        GROUP,
+        ACTIVATION,
+        HAS_PARTS,
+        BLOCK_M,
+        BLOCK_N,
+        BLOCK_K,
+    )
     store_tile(total, residual_ptr, out_ptr, all_rows, all_columns, num_rows, n)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
 def multiply_part(
-    x_ptr, x_scales_ptr, x_sums_ptr, w_ptr, w_scales_ptr, zeros_ptr, minima_ptr, out_ptr, num_rows, n, k, span, w_stride, height, low_values, high_values,
-    FORM: tl.constexpr, FIRST: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-):  # fmt: skip
+    x_ptr,
+    x_scales_ptr,
+    x_sums_ptr,
+    w_ptr,
+    w_scales_ptr,
+    zeros_ptr,
+    minima_ptr,
+    out_ptr,
+    num_rows,
+    n,
+    k,
+    span,
+    w_stride,
+    height,
+    low_values,
+    high_values,
+    FORM: tl.constexpr,
+    FIRST: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
     """out [parts, num_rows, n], float32 or int32: sum_inputs of each `span` inputs. A program has one tile
     of one part; for finish_product."""
     column_tiles, part = tl.cdiv(n, BLOCK_N), tl.program_id(1)
@@ -235,41 +383,96 @@ def multiply_part(
     all_columns = tl.program_id(0) % column_tiles * BLOCK_N + tl.arange(0, BLOCK_N)
     rows, is_row, columns = all_rows % num_rows, all_rows < num_rows, all_columns % n
     total = sum_inputs(
-        x_ptr, x_scales_ptr, x_sums_ptr, w_ptr, w_scales_ptr, zeros_ptr, minima_ptr, rows, is_row, columns, k, part * span,
-        tl.minimum((part + 1) * span, k), w_stride, height, low_values, high_values, FORM, FIRST, GROUP, BLOCK_M, BLOCK_N, BLOCK_K,
-    )  # fmt: skip
+        x_ptr,
+        x_scales_ptr,
+        x_sums_ptr,
+        w_ptr,
+        w_scales_ptr,
+        zeros_ptr,
+        minima_ptr,
+        rows,
+        is_row,
+        columns,
+        k,
+        part * span,
+        tl.minimum((part + 1) * span, k),
+        w_stride,
+        height,
+        low_values,
+        high_values,
+        FORM,
+        FIRST,
+        GROUP,
+        BLOCK_M,
+        BLOCK_N,
+        BLOCK_K,
+    )
     store_tile(total, None, out_ptr + part.to(tl.int64) * num_rows * n, all_rows, all_columns, num_rows, n)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
 def finish_product(
-    product_ptr, x_scales_ptr, w_scales_ptr, bias_ptr, residual_ptr, out_ptr, num_rows, n, num_parts,
-    ACTIVATION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
+    product_ptr,
+    x_scales_ptr,
+    w_scales_ptr,
+    bias_ptr,
+    residual_ptr,
+    out_ptr,
+    num_rows,
+    n,
+    num_parts,
+    ACTIVATION: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
     """Finish sums from elsewhere as `multiply` finishes its own: product [num_parts,
-    num_rows, n], or [num_parts, num_rows, 2 n] with a gate, int32 or float; a scale for each row and column, or none."""
+    num_rows, n], or [num_parts, num_rows, 2 n] with a gate, int32 or float; a scale for each row
+    and column, or none."""
     rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     columns = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
-    total = read_product(product_ptr, x_scales_ptr, w_scales_ptr, bias_ptr, rows, columns, n, num_rows, n, num_parts, 1 if ACTIVATION is None else 2)
+    total = read_product(
+        product_ptr,
+        x_scales_ptr,
+        w_scales_ptr,
+        bias_ptr,
+        rows,
+        columns,
+        n,
+        num_rows,
+        n,
+        num_parts,
+        1 if ACTIVATION is None else 2,
+    )
     if ACTIVATION is not None:
-        up = read_product(product_ptr, x_scales_ptr, w_scales_ptr, bias_ptr, rows, columns + n, 2 * n, num_rows, n, num_parts, 2)
+        up = read_product(
+            product_ptr, x_scales_ptr, w_scales_ptr, bias_ptr, rows, columns + n, 2 * n, num_rows, n, num_parts, 2
+        )
         total = gated(total, up, ACTIVATION)
     store_tile(total, residual_ptr, out_ptr, rows, columns, num_rows, n)
 
 
 @triton.jit
-def read_product(product_ptr, x_scales_ptr, w_scales_ptr, bias_ptr, rows, columns, end, num_rows, n, num_parts, HALVES: tl.constexpr):
+def read_product(
+    product_ptr, x_scales_ptr, w_scales_ptr, bias_ptr, rows, columns, end, num_rows, n, num_parts, HALVES: tl.constexpr
+):
     """Finish some columns, before `end`, of a product [num_parts, num_rows, HALVES * n]: the sum of its
     parts, first to last, scaled, with the bias. Returns float32."""
     is_row, is_column = rows < num_rows, columns < end
-    at, is_in = product_ptr + rows[:, None].to(tl.int64) * (HALVES * n) + columns[None, :], is_row[:, None] & is_column[None, :]
+    at, is_in = (
+        product_ptr + rows[:, None].to(tl.int64) * (HALVES * n) + columns[None, :],
+        is_row[:, None] & is_column[None, :],
+    )
     product = tl.load(at, mask=is_in, other=0)
     for _ in range(1, num_parts):
         at += num_rows * (HALVES * n)
         product += tl.load(at, mask=is_in, other=0)
     total = widened(product)
     if x_scales_ptr is not None:
-        total = total * tl.load(x_scales_ptr + rows, mask=is_row, other=0.0)[:, None] * tl.load(w_scales_ptr + columns, mask=is_column, other=0.0)[None, :]
+        total = (
+            total
+            * tl.load(x_scales_ptr + rows, mask=is_row, other=0.0)[:, None]
+            * tl.load(w_scales_ptr + columns, mask=is_column, other=0.0)[None, :]
+        )
     if bias_ptr is not None:
         total += widened(tl.load(bias_ptr + columns, mask=is_column, other=0.0))[None, :]
     return total

@@ -12,8 +12,21 @@ from services.compute.backends.cuda.kernels.common import largest_magnitude, nea
 
 @triton.jit
 def prepare_rows(
-    h_ptr, x_ptr, norm_ptr, out_ptr, codes_ptr, scales_ptr, sums_ptr, stride, k, eps, multiplier, num_groups, GROUP: tl.constexpr, BLOCK: tl.constexpr
-):  # fmt: skip
+    h_ptr,
+    x_ptr,
+    norm_ptr,
+    out_ptr,
+    codes_ptr,
+    scales_ptr,
+    sums_ptr,
+    stride,
+    k,
+    eps,
+    multiplier,
+    num_groups,
+    GROUP: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """y = x + multiplier * norm(h), x and norm may be None; as it is (GROUP 0), or by
     groups of GROUP inputs in int8, or in e4m3 if sums is None.
 

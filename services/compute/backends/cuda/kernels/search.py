@@ -46,7 +46,17 @@ def largest_keys(keys_ptr, out_ptr, num_keys, num_chunks, CHUNK: tl.constexpr, K
 
 
 @triton.jit
-def sum_masses(logits_ptr, rows_ptr, largest_ptr, temperatures_ptr, out_ptr, vocab_size, num_parts, PART: tl.constexpr, BLOCK: tl.constexpr):
+def sum_masses(
+    logits_ptr,
+    rows_ptr,
+    largest_ptr,
+    temperatures_ptr,
+    out_ptr,
+    vocab_size,
+    num_parts,
+    PART: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """Sum, for each of some rows [n] and each part of the vocabulary, exp((logit - largest) /
     temperature). out: [n, num_parts] float32."""
     number, part = tl.program_id(0), tl.program_id(1)
@@ -101,7 +111,11 @@ def draw_tokens(keys_ptr, masses_ptr, draws_ptr, states_ptr, out_ptr, vocab_size
     keys = tl.load(keys_ptr + row * KEPT + at)
     order = (keys >> 32).to(tl.int32)
     logits = tl.where(order < 0, order ^ 0x7FFFFFFF, order).to(tl.float32, bitcast=True).to(tl.float64)
-    temperature, top_p, min_p = tl.load(draws_ptr + row * 6), tl.load(draws_ptr + row * 6 + 2), tl.load(draws_ptr + row * 6 + 3)
+    temperature, top_p, min_p = (
+        tl.load(draws_ptr + row * 6),
+        tl.load(draws_ptr + row * 6 + 2),
+        tl.load(draws_ptr + row * 6 + 3),
+    )
     top_k, num_listed = tl.load(draws_ptr + row * 6 + 1), tl.load(draws_ptr + row * 6 + 4)
     is_listed = (at < num_listed) & (logits > float("-inf"))
     count = tl.sum(is_listed.to(tl.int32), 0)
