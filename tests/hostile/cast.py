@@ -21,7 +21,8 @@ def running() -> Iterator[Deployment]:
         deployment = Deployment(url, folder)
         try:
             for stage in STAGES:
-                deployment.start(stage, f"{stage}-1", keys_file=folder / "keys.json", dtype="float32")
+                # without guesses, which cost a time that varies
+                deployment.start(stage, f"{stage}-1", keys_file=folder / "keys.json", dtype="float32", speculate="off")
             deployment.wait_live(*(f"{stage}-1" for stage in STAGES))
             wait_until(lambda: deployment.get("/ready").status_code == 200, description="ready", timeout_s=60)
             yield deployment
