@@ -15,8 +15,8 @@ from typing import Any
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 BUILD = "services/compute/backends/cpu/build.py"
-# The manylinux tags: 2.x of glibc, and the newest GLIBCXX_3.4.x that such systems have. None is older than the
-# tag of torch's own wheels.
+# The manylinux tags: 2.x of glibc, and the newest GLIBCXX_3.4.x that such systems have. None is
+# older than the tag of torch's own wheels.
 SYSTEMS = ((28, 24), (31, 28), (34, 29), (35, 30), (39, 33))
 
 

@@ -1,10 +1,9 @@
 """What does it cost the gateway to write a token, in each API?
 
 Method: the events of one streamed answer (a thought, a text, a call), each through the objects that
-a stream has: parsed, made into the API's events, and
-encoded. No Redis, no socket. CPU time of this process, the median of several runs, the APIs in
-turn. Ceiling: what orjson needs for the bytes of an event
-of OpenAI's, which is all that cannot be saved.
+a stream has: parsed, made into the API's events, and encoded. No Redis, no socket. CPU time of this
+process, the median of several runs, the APIs in turn. Ceiling: what orjson needs for the bytes of
+an event of OpenAI's, which is all that cannot be saved.
 """
 
 import argparse

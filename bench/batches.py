@@ -2,13 +2,12 @@
 HTTP; interactive TTFT without it and with it.
 
 Method: the same completions of English prose (bench.served's), greedy, end tokens ignored. First as
-streams over HTTP, so many at once as a worker has in the
-pipeline. Then as a batch: from its creation to its end, checking and files included. Then
-interactive requests at random times with a rate (a Poisson
-process), once alone and once, at the same times, while a batch runs that is long enough; it is
-cancelled when they are answered. A batch that is faster
-than HTTP is not to be expected: both end in the same pipeline, and that is the ceiling. Give the
-server a worker: `penstock up` has one.
+streams over HTTP, so many at once as a worker has in the pipeline. Then as a batch: from its
+creation to its end, checking and files included. Then interactive requests at random times with a
+rate (a Poisson process), once alone and once, at the same times, while a batch runs that is long
+enough; it is cancelled when they are answered. A batch that is faster than HTTP is not to be
+expected: both end in the same pipeline, and that is the ceiling. Give the server a worker:
+`penstock up` has one.
 
     python -m bench.batches http://127.0.0.1:8000 --num-lines 10000
     python -m bench.batches http://127.0.0.1:8000 --num-lines 500 --interactive 200 --rate 2

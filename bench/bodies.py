@@ -2,13 +2,11 @@
 bodies of the worst shapes are sent.
 
 Method: a gateway with a pipeline behind it that fails whatever it gets. One connection asks for
-/v1/models, which needs nothing but the event
-loop, over and over; meanwhile another sends the same body REPEATS times. By shape, in ms: the
-longest answer to the small request, of the best of
-those times and of the worst, and the median time of the body's own. The stall that a body causes is
-in each of them, and what the kernel's scheduler
-adds (gateway, helper process, Redis and this program share the cores) is not: so the best is the
-estimate. "nothing" is the same without a body.
+/v1/models, which needs nothing but the event loop, over and over; meanwhile another sends the same
+body REPEATS times. By shape, in ms: the longest answer to the small request, of the best of those
+times and of the worst, and the median time of the body's own. The stall that a body causes is in
+each of them, and what the kernel's scheduler adds (gateway, helper process, Redis and this program
+share the cores) is not: so the best is the estimate. "nothing" is the same without a body.
 
     python -m bench.bodies [--bytes 8388608] [--url http://127.0.0.1:8000]
 """

@@ -1,11 +1,11 @@
 """Where does a step's time go, and how far is each part from its floor?
 
 Method: the same steps are run twice in turns, with the layers in one call, as they are served, and
-with every part a call of its own, which is timed. What the
-parts take, and what is between them, adds up to the second; the first says what one call saves. Medians over the steps.
-A part's floor is the larger of the bytes it has to read over the bandwidth of plain reading with
-all threads, and of its multiplications over what a loop of
-nothing but AVX-512's dot products reaches (ceiling.cpp, one core, times the threads), both measured in the same run.
+with every part a call of its own, which is timed. What the parts take, and what is between them,
+adds up to the second; the first says what one call saves. Medians over the steps. A part's floor is
+the larger of the bytes it has to read over the bandwidth of plain reading with all threads, and of
+its multiplications over what a loop of nothing but AVX-512's dot products reaches (ceiling.cpp, one
+core, times the threads), both measured in the same run.
 
     python -m bench.budget --shape smollm2-135m [--model FOLDER] [--quantization w8a8] [--cases 64x530 1x32 prefill-512]
 """

@@ -1,9 +1,8 @@
 """A compute stage without a model, for bench.sizing: it speaks the whole protocol, and computes nothing.
 
 It takes prompts, asks samplers for tokens, runs ahead of them and ends requests by the exchange of
-services/compute. Its candidates are rows that were
-drawn at the start: one for a greedy request, 64 for any other. It draws from them by the rule that
-the sampler draws by, so it knows the token that
+services/compute. Its candidates are rows that were drawn at the start: one for a greedy request, 64
+for any other. It draws from them by the rule that the sampler draws by, so it knows the token that
 comes as a real compute stage does.
 """
 

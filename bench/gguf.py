@@ -2,10 +2,9 @@
 server on either side.
 
 Method: a prompt, then greedy tokens. Ours is the compute loop in one process (bench.loop): prefill
-is the time of a run with one token, decode that of
-a run with --tokens more, less that. llama.cpp's figures are those of its own tools, llama-bench and
-llama-batched-bench, with as many threads; --peer
-names their folder. The median of the rounds counts, and of the rounds' ratios.
+is the time of a run with one token, decode that of a run with --tokens more, less that. llama.cpp's
+figures are those of its own tools, llama-bench and llama-batched-bench, with as many threads;
+--peer names their folder. The median of the rounds counts, and of the rounds' ratios.
 
     python -m bench.gguf FILE.gguf --peer /tmp/llama/bin
 """

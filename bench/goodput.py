@@ -1,26 +1,23 @@
 """How many requests/s does a server answer in time? And how fast is it if all come at once?
 
 Goodput (Zhong et al., DistServe, OSDI 2024): the largest rate at which nine of ten requests meet a
-limit of TTFT and one of TPOT. The limits are those
-of MLPerf Inference's LLM workloads, by name, times a scale that the output says. MLPerf asks them
-of 99 of 100 requests, on its own models: these are
-no results of MLPerf.
+limit of TTFT and one of TPOT. The limits are those of MLPerf Inference's LLM workloads, by name,
+times a scale that the output says. MLPerf asks them of 99 of 100 requests, on its own models: these
+are no results of MLPerf.
 
 Method: a trace with arrival times (Azure's CSV) is replayed at one rate after the other: its times
-are stretched, so its bursts stay. The rate is
-doubled or halved until one is met and one is not, then the interval is halved on a logarithmic
-scale until its ends differ by a tenth. A replay ends
+are stretched, so its bursts stay. The rate is doubled or halved until one is met and one is not,
+then the interval is halved on a logarithmic scale until its ends differ by a tenth. A replay ends
 as soon as too many requests are late. Prompts are prose of as many tokens as the trace says, by the
-model's tokenizer, times --lengths; no two begin
-alike. End tokens are ignored. TTFT: from sending to the first text. TPOT: from there to the last text, by token.
+model's tokenizer, times --lengths; no two begin alike. End tokens are ignored. TTFT: from sending
+to the first text. TPOT: from there to the last text, by token.
 
 With --texts, a ShareGPT-like JSON is asked instead, all at once, with its own texts, and asked for
-as many tokens as its answers have. The four
-figures are those of PPL.LLM's benchmark: output tokens/s, TTFT, TPOT, requests/s.
+as many tokens as its answers have. The four figures are those of PPL.LLM's benchmark: output
+tokens/s, TTFT, TPOT, requests/s.
 
 `penstock up` is started here; a peer by --peer, which takes turns with it: the other one is stopped
-meanwhile, and each round begins with the other.
-Medians of the rounds, and their ratio.
+meanwhile, and each round begins with the other. Medians of the rounds, and their ratio.
 
     python -m bench.goodput --model SmolLM2-W8A8 --trace AzureLLMInferenceTrace_conv.csv --lengths
     0.25 --up="--no-prefix-caching"
@@ -97,9 +94,8 @@ MLPERF = {  # loadgen/mlperf.conf of MLPerf Inference: the server and the intera
 
 
 def highest_rate(meets: Callable[[float], bool], first: float, step: float, max_trials: int) -> float:
-    """The highest rate that was met, within PRECISION of one that was not unless the trials are
-    used up; 0: none was met. step: between rates until there
-    is one of each."""
+    """The highest rate that was met, within PRECISION of one that was not unless the trials are used
+    up; 0: none was met. step: between rates until there is one of each."""
     low, high, rate = 0.0, math.inf, first
     for _ in range(max_trials):
         if meets(rate):

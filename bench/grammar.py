@@ -1,11 +1,10 @@
 """What does holding answers to a grammar add to a step? Batch 32, vocabulary 151,936.
 
 Method: a made model of shape qwen2.5-0.5b in bfloat16 decodes 32 sequences, drawn at temperature 1,
-for --steps steps with a grammar and as many without,
-in turns. Random weights are a hard case: strings and white space wander through the whole
-vocabulary. A step with grammars is the loop's own: masks
-are filled in a thread beside the forward pass, and added to the logits before the reduction. Beside
-it, what filling and adding take by themselves.
+for --steps steps with a grammar and as many without, in turns. Random weights are a hard case:
+strings and white space wander through the whole vocabulary. A step with grammars is the loop's own:
+masks are filled in a thread beside the forward pass, and added to the logits before the reduction.
+Beside it, what filling and adding take by themselves.
 
     python -m bench.grammar [--model FOLDER]
 

@@ -1,11 +1,10 @@
 """What does it cost to tell another rank of a group what to compute?
 
 Method: a step of decodes, each with so many blocks, as bytes and back: our form of commands
-(services/compute/ranks/group/commands.py) and pickle's, which may
-cross no network. Then the way there: the head sends the step to a rank of its own, in another
-process, and waits for an answer of a few bytes, over a
-socket pair and over TCP on this host. The floor is that round trip with a command that holds
-nothing. In turns; the median of --rounds, each the mean of 100.
+(services/compute/ranks/group/commands.py) and pickle's, which may cross no network. Then the way
+there: the head sends the step to a rank of its own, in another process, and waits for an answer of
+a few bytes, over a socket pair and over TCP on this host. The floor is that round trip with a
+command that holds nothing. In turns; the median of --rounds, each the mean of 100.
 
     python -m bench.group [--rows 64] [--blocks 100]
 """

@@ -2,12 +2,10 @@
 what others' streams notice of it.
 
 Method: --num-requests chats at once, streamed, greedy, end tokens ignored, about --num-images
-different images (gradients and noise, JPEG), each a few
-times. Four turns: without images; with images that the server has not seen; with the same again;
-and a stream of text alone that runs while new images
-come, whose longest pause is told. The encoder's time is the server's own metric, where it has one.
-Any server with OpenAI's chats and ignore_eos can be
-measured.
+different images (gradients and noise, JPEG), each a few times. Four turns: without images; with
+images that the server has not seen; with the same again; and a stream of text alone that runs while
+new images come, whose longest pause is told. The encoder's time is the server's own metric, where
+it has one. Any server with OpenAI's chats and ignore_eos can be measured.
 
     python -m bench.images http://127.0.0.1:8000 [--num-requests 64] [--num-images 16] [--size 640x480] [--detail low]
 """

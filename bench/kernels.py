@@ -2,12 +2,10 @@
 models' shapes, and attention.
 
 Method: native layers in each mode and torch's bfloat16 linear take turns on the same random data;
-the median of --rounds. GB/s counts the weights'
-bytes once, GOP/s two operations a multiplication; beside it, operations a cycle and core. The
-ceilings are measured in the same run: reading 1 GiB
+the median of --rounds. GB/s counts the weights' bytes once, GOP/s two operations a multiplication;
+beside it, operations a cycle and core. The ceilings are measured in the same run: reading 1 GiB
 with all threads, and the best GEMM rate seen. Layers are used in turn from several copies, as a
-model does, so that weights come from memory and not
-from a cache.
+model does, so that weights come from memory and not from a cache.
 
     python -m bench.kernels [--shape qwen2.5-0.5b] [--rows 1 4 16 64 256 1024]
 """

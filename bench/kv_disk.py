@@ -1,12 +1,11 @@
 """The worth of --kv-disk: the time to the first token of a long prompt, computed, found in memory,
-found on the disk by a restarted compute stage, and
-computed by another replica of the host; and the rate of requests whose prefixes do not fit in memory together.
+found on the disk by a restarted compute stage, and computed by another replica of the host; and the
+rate of requests whose prefixes do not fit in memory together.
 
 Method: `penstock up` with the flag and without, a prompt of --words random numbers each round.
-Compute is killed by -9 between two requests; its successor is
-warm: it has answered another prompt before. Another replica that names the same folder answers what
-the killed one has computed. Then --prefixes long
-prompts are asked for in turns, twice each, with a KV cache that holds some of them.
+Compute is killed by -9 between two requests; its successor is warm: it has answered another prompt
+before. Another replica that names the same folder answers what the killed one has computed. Then
+--prefixes long prompts are asked for in turns, twice each, with a KV cache that holds some of them.
 
     python -m bench.kv_disk --model FILE_OR_FOLDER [--words 1200] [--rounds 3]
 """

@@ -2,12 +2,11 @@
 of its steps with and without one.
 
 Method: the largest view there can be (64 sequences, 256 blocks each, scattered) is made and
-encoded; the process's CPU time of one, the best of REPEATS.
-Then the demo model runs NUM_SEQUENCES sequences without end, and windows of WINDOW_S with the key
-`watched` and without it take turns, now this and now
-that first; of each window, the time a step took (all its parts but waiting). What is told is the
-median ratio of neighbours: other load on the machine is in
-both. Ceiling: a view's CPU time, twice a second.
+encoded; the process's CPU time of one, the best of REPEATS. Then the demo model runs NUM_SEQUENCES
+sequences without end, and windows of WINDOW_S with the key `watched` and without it take turns, now
+this and now that first; of each window, the time a step took (all its parts but waiting). What is
+told is the median ratio of neighbours: other load on the machine is in both. Ceiling: a view's CPU
+time, twice a second.
 
     python -m bench.live_view [--windows 12] [--seconds 200]
 """

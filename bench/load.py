@@ -1,8 +1,7 @@
 """A load generator: streams of completions, each on a plain socket of its own.
 
 What comes is kept as it is, with the time at which it came, and looked at when all is over: a
-client that parses every event in Python would take
-more of the cores than the gateway does.
+client that parses every event in Python would take more of the cores than the gateway does.
 """
 
 import asyncio

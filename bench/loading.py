@@ -2,16 +2,14 @@
 of safetensors in a model's shape.
 
 Method: a checkpoint of random codes in the format's own layout, written once to --folder and read
-before (so that it is in the page cache); a child
-process loads it as compute does, in bfloat16, and this one reads the child's RssAnon from /proc
-every 5 ms. Mapped files are not counted: the
-system takes their pages back when it needs them. `kept` is what is there after loading, `peak` the
-most while loading, both above what the process has
-before it begins.
+before (so that it is in the page cache); a child process loads it as compute does, in bfloat16, and
+this one reads the child's RssAnon from /proc every 5 ms. Mapped files are not counted: the system
+takes their pages back when it needs them. `kept` is what is there after loading, `peak` the most
+while loading, both above what the process has before it begins.
 
 With --ranks, each rank of so many loads its part, one after the other, beside one rank that loads
-all, in the same run. Seconds and bytes are medians
-of --runs; the last columns are the same as parts of what one rank takes. Rank 0 alone has the embedding.
+all, in the same run. Seconds and bytes are medians of --runs; the last columns are the same as
+parts of what one rank takes. Rank 0 alone has the embedding.
 
     python -m bench.loading [--shape llama-3.2-1b] [--formats none awq gptq] [--folder DIR]
     python -m bench.loading --shape smollm2-135m --ranks 2 --runs 5

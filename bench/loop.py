@@ -1,10 +1,9 @@
 """The compute loop alone, in a process of its own: what bench.pipeline compares the pipeline with.
 
 Scheduler, runner and reduction are the service's, built from the same flags; decisions are taken at
-once. The process has the threads and the
-niceness that `penstock up` gives compute. Where the device draws, a step is in flight. It answers
-each line on its standard input,
-{"streams": 8, "num_in": 128, "num_out": 128}, with one of JSON.
+once. The process has the threads and the niceness that `penstock up` gives compute. Where the
+device draws, a step is in flight. It answers each line on its standard input, {"streams": 8,
+"num_in": 128, "num_out": 128}, with one of JSON.
 """
 
 import contextlib

@@ -2,11 +2,10 @@
 floor that memory and arithmetic set.
 
 Method: scheduler and runner in one process, tokens chosen at once; a round measures every case in
-turn, and the median of the rounds counts.
-The floor of a step is the larger of its layers' bytes (as stored, scales and all) over the measured
-read bandwidth, and its multiplications over
-what the GEMM itself reaches at 512 rows in the same run. Decode is 128 in and 128 out (32 in at
-batch 1), prefill excluded.
+turn, and the median of the rounds counts. The floor of a step is the larger of its layers' bytes
+(as stored, scales and all) over the measured read bandwidth, and its multiplications over what the
+GEMM itself reaches at 512 rows in the same run. Decode is 128 in and 128 out (32 in at batch 1),
+prefill excluded.
 
     python -m bench.model --shape qwen2.5-0.5b [--modes none w8a8] [--rounds 3]
 

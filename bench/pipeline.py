@@ -2,30 +2,24 @@
 alone, and where the rest goes.
 
 Method: a random model of a real shape in bfloat16 (or a checkpoint); 1, 8 and 64 streams at once,
-128 tokens in, 128 out, greedy, eos ignored. `penstock up`
-and the loop alone (bench/loop.py: the same scheduler, runner and reduction, built from the same
-flags, in a process of its own) are loaded once
-and take turns: in each round and at each number of streams one runs right after the other (the
-pipeline's processes are stopped while the loop
-runs), the first in one round being the second in the next. Medians of the rounds count. Tokens are
-counted from the first submission to the
-last event (TTFT included) on both sides. Ceiling: 1.0, for the pipeline does the same steps; what
-is missing went into waiting, and into the work of
-gateway, sampler, Redis and client, who share the machine's cores with compute. The tokens
-themselves may differ between the two: they are timed,
-not compared.
+128 tokens in, 128 out, greedy, eos ignored. `penstock up` and the loop alone (bench/loop.py: the
+same scheduler, runner and reduction, built from the same flags, in a process of its own) are loaded
+once and take turns: in each round and at each number of streams one runs right after the other (the
+pipeline's processes are stopped while the loop runs), the first in one round being the second in
+the next. Medians of the rounds count. Tokens are counted from the first submission to the last
+event (TTFT included) on both sides. Ceiling: 1.0, for the pipeline does the same steps; what is
+missing went into waiting, and into the work of gateway, sampler, Redis and client, who share the
+machine's cores with compute. The tokens themselves may differ between the two: they are timed, not
+compared.
 
 CPU a token is what noise disturbs least: each process' own seconds. Of compute it is what its main
-thread takes beside the forward pass, and the loop
-does not.
+thread takes beside the forward pass, and the loop does not.
 
 The parts of a step are compute's own meter, as /metrics shows it; "outside" is what of the client's
-time is no part of a step: the way to compute, and the
-way of the last tokens back. Redis counts commands, the commands inside scripts among them; its
-reads are what came to its sockets in one
+time is no part of a step: the way to compute, and the way of the last tokens back. Redis counts
+commands, the commands inside scripts among them; its reads are what came to its sockets in one
 piece: about a round trip each. "Others" is how many cores whatever is none of this took meanwhile:
-a pair with more than a tenth is measured again,
-at most three times, and the quietest counts.
+a pair with more than a tenth is measured again, at most three times, and the quietest counts.
 
     python -m bench.pipeline --rounds 3
     python -m bench.pipeline --shape smollm2-135m --streams 64 --quantization w8a8 --run-ahead 0

@@ -1,11 +1,10 @@
-"""The waste of blocks: tokens of prompts that are computed again because a block that two texts
-share only in part is not found whole; and places in
-blocks that hold nothing.
+"""The waste of blocks: tokens of prompts that are computed again because a block that two texts share
+only in part is not found whole; and places in blocks that hold nothing.
 
 Method: no model. Conversations are played with the block manager alone: a system prompt of a few,
-and turns of random lengths, each with all before it; every
-prompt is looked up, and then counts as computed. Found are whole blocks (`whole`), or the block in
-which texts part up to there, too (`to the token`).
+and turns of random lengths, each with all before it; every prompt is looked up, and then counts as
+computed. Found are whole blocks (`whole`), or the block in which texts part up to there, too (`to
+the token`).
 
     python -m bench.prefix [--conversations 200] [--turns 6]
 """

@@ -1,19 +1,17 @@
-"""The worth of prompt modules, and what they cost: the time to the first token of prompts that are
-put together from known parts in new orders, beside the
-prefix cache alone; and how well a model reads texts that do not see each other.
+"""The worth of prompt modules, and what they cost: the time to the first token of prompts that are put
+together from known parts in new orders, beside the prefix cache alone; and how well a model reads
+texts that do not see each other.
 
 Method, time: `penstock up`. Prompts are --use of --modules texts of random numbers in random
-orders, and a question. Each prompt is asked as a whole, with
-the prefix cache, and with modules, whose texts have been used before; then once more under another
-salt, where nothing is cached: the answer must be the
-same. Medians count.
+orders, and a question. Each prompt is asked as a whole, with the prefix cache, and with modules,
+whose texts have been used before; then once more under another salt, where nothing is cached: the
+answer must be the same. Medians count.
 
 Method, quality: the model alone, in this process. A prompt is --use docstrings of the standard
-library, each with a sentence that tells a number, and the
-beginning of one of these sentences: the perplexity of the number's tokens, and how often each is
-the likeliest. The same for the text that follows the last
-docstring's beginning. `whole`: one text, as usual; `modules`: at positions behind each other;
-`overlapping`: all at the same position; `none`: without them.
+library, each with a sentence that tells a number, and the beginning of one of these sentences: the
+perplexity of the number's tokens, and how often each is the likeliest. The same for the text that
+follows the last docstring's beginning. `whole`: one text, as usual; `modules`: at positions behind
+each other; `overlapping`: all at the same position; `none`: without them.
 
     python -m bench.prompt_modules --model FILE_OR_FOLDER [--words 120] [--rounds 10] [--trials 60]
 """

@@ -2,13 +2,11 @@
 error of number formats on what its layers see.
 
 Method: the docstrings of Python's standard library, in an order that mixes modules but is always
-the same (of one Python version), in windows, each
-token given those before it in its window. Agreement is how often the likeliest next token is
-bfloat16's, KL the distance from bfloat16's distribution.
-Checkpoints of `penstock quantize` can be measured beside the modes. Format errors are relative,
-mean square, median over the model's layers: of INT8
-and FP8 (e4m3) by row on the inputs that each kind of layer has on this text, in float32, and of
-their weights by output column.
+the same (of one Python version), in windows, each token given those before it in its window.
+Agreement is how often the likeliest next token is bfloat16's, KL the distance from bfloat16's
+distribution. Checkpoints of `penstock quantize` can be measured beside the modes. Format errors are
+relative, mean square, median over the model's layers: of INT8 and FP8 (e4m3) by row on the inputs
+that each kind of layer has on this text, in float32, and of their weights by output column.
 
     python -m bench.quality [--model smollm2-135m] [--quantized FOLDER ...] [--tokens 3584]
 """

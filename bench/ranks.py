@@ -1,14 +1,13 @@
-"""What do ranks cost on one host? Decode and prefill of one process of two threads, beside groups
-of two ranks of one thread each: ranks that divide every
-layer and share memory, the same over gloo (as between hosts), two stages, and a rank that keeps
-half of each layer for the other, which has both threads.
+"""What do ranks cost on one host? Decode and prefill of one process of two threads, beside groups of
+two ranks of one thread each: ranks that divide every layer and share memory, the same over gloo (as
+between hosts), two stages, and a rank that keeps half of each layer for the other, which has both
+threads.
 
 Method: each way is a process of its own with its group, which loads once, waits, and measures a
-case when it is told to; ways take turns within a round, so
-that what else the machine does meets all. Medians of the ratios within a round count. Decode is 128
-in and 64 out, prefill 512 tokens at once. Memory is what
-each process holds of its own after loading (its proportional share of what is mapped by several),
-and loading is from start to ready.
+case when it is told to; ways take turns within a round, so that what else the machine does meets
+all. Medians of the ratios within a round count. Decode is 128 in and 64 out, prefill 512 tokens at
+once. Memory is what each process holds of its own after loading (its proportional share of what is
+mapped by several), and loading is from start to ready.
 
     python -m bench.ranks --shape smollm2-135m [--model FOLDER] [--quantization none] [--rounds 5]
     [--ways threads ranks gloo stages]

@@ -1,12 +1,10 @@
 """What does candidate reduction cost, and what share of a step is it? Batch 32, vocabulary 151,936.
 
 Method: `reduce` for four kinds of requests, on logits like a trained model's (token probabilities
-by Zipf's law with exponent 1.5), on broad
-ones (normal, spread 3) and on flat ones, as of random weights (spread 0.3); the median of --rounds.
-The step is a forward pass of 32
-sequences with 128 tokens each of a made model of shape qwen2.5-0.5b, in bfloat16, measured in turns
-with the reductions. The floor is
-reading the logits once, 19.4 MB.
+by Zipf's law with exponent 1.5), on broad ones (normal, spread 3) and on flat ones, as of random
+weights (spread 0.3); the median of --rounds. The step is a forward pass of 32 sequences with 128
+tokens each of a made model of shape qwen2.5-0.5b, in bfloat16, measured in turns with the
+reductions. The floor is reading the logits once, 19.4 MB.
 
     python -m bench.reduction [--model FOLDER]
 """

@@ -2,8 +2,8 @@
 in another way? For any server with OpenAI's API.
 
 Method: each server is started, asked for each text alone, then for all at once, and stopped, one
-server after the other. Greedy decoding; what is compared is
-text. All are compared with the first server's texts alone.
+server after the other. Greedy decoding; what is compared is text. All are compared with the first
+server's texts alone.
 
     python -m bench.same_text --model NAME --url http://127.0.0.1:8123/v1 \\
       --server "one process" "penstock up --model M --port 8123" --server "two ranks" "penstock up

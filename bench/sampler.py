@@ -1,10 +1,10 @@
 """What does a step cost the sampler? Microseconds per sequence per step, at batch 256.
 
 Method: a real SamplerService and a real Redis (the embedded one, on a Unix socket). Each step is
-answered as in production: decode,
-draw, detokenize, and one script that writes 256 logs, the gateway's events and the decisions.
-Greedy and random rows. What a step is made of is
-timed from outside: `write` is the script and its round trip, the rest is the draw, the text and the encoding of events.
+answered as in production: decode, draw, detokenize, and one script that writes 256 logs, the
+gateway's events and the decisions. Greedy and random rows. What a step is made of is timed from
+outside: `write` is the script and its round trip, the rest is the draw, the text and the encoding
+of events.
 
     python -m bench.sampler
 """

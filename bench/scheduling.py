@@ -1,14 +1,11 @@
 """What do the merge step, paging, prediction, prefix caching and chunks bring? And what does a step cost the scheduler?
 
 Method: the same trace through the same Scheduler, once with the policy and once without, all
-requests there at once unless said
-otherwise. By simulation at the size of Llama 2 7B (multi-head attention: 512 KiB of KV a token) and
-Llama 3 8B (grouped-query: 128 KiB)
-on an 80 GB A100 by its roofline; with --real by running a model on this CPU with a KV cache of 512
-blocks, where the clock moves by the
-measured seconds of each forward pass and reduction, and lengths are divided by --shorten. Static
-batching and separate steps are
-subclasses here: the product has neither.
+requests there at once unless said otherwise. By simulation at the size of Llama 2 7B (multi-head
+attention: 512 KiB of KV a token) and Llama 3 8B (grouped-query: 128 KiB) on an 80 GB A100 by its
+roofline; with --real by running a model on this CPU with a KV cache of 512 blocks, where the clock
+moves by the measured seconds of each forward pass and reduction, and lengths are divided by
+--shorten. Static batching and separate steps are subclasses here: the product has neither.
 
     python -m bench.scheduling                                   # simulated, a synthetic trace
     python -m bench.scheduling --trace chats.json --real demo    # ShareGPT's lengths, and the demo

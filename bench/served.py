@@ -2,14 +2,12 @@
 does the crowd change what it answers?
 
 Method: N requests of English prose (Python's own reference manual, cut at a different place for
-each request), greedy, end tokens ignored, streamed,
-each on a connection of its own; all at once, or at random times with a rate (a Poisson process).
-What comes is kept with its time and read when all
-is over. TTFT: from sending to the first text. ITL: between two pieces of text of a stream; servers
-may put several tokens into one, so look at
-TPOT, the time per token after the first, beside it. Tokens are counted by the server's own usage.
-Servers are compared in turns, in one run of
-the machine: this program measures one of them once.
+each request), greedy, end tokens ignored, streamed, each on a connection of its own; all at once,
+or at random times with a rate (a Poisson process). What comes is kept with its time and read when
+all is over. TTFT: from sending to the first text. ITL: between two pieces of text of a stream;
+servers may put several tokens into one, so look at TPOT, the time per token after the first, beside
+it. Tokens are counted by the server's own usage. Servers are compared in turns, in one run of the
+machine: this program measures one of them once.
 
 With --invariance every request is sent again alone, and the texts that differ from those in the crowd are counted.
 

@@ -2,20 +2,17 @@
 each, and how many a deployment needs.
 
 Method: a real Redis (the embedded one, with its log on disk), a real gateway, tokenizer and
-sampler, each one process, and HTTP streams of plain
-sockets. Compute is bench/empty_compute.py: the protocol without a model, so the other stages are
-what limits. Each process' CPU seconds come from the
-kernel's own clocks, which other programs disturb least. Requests of one token say what a request
-costs; streams of many tokens, less that, say what a
-token costs. Commands and bytes are Redis' own counts. Where other programs take more than a tenth
-of a core, a run is made again, at most three times, and the
-quietest counts; then the median of the rounds.
+sampler, each one process, and HTTP streams of plain sockets. Compute is bench/empty_compute.py: the
+protocol without a model, so the other stages are what limits. Each process' CPU seconds come from
+the kernel's own clocks, which other programs disturb least. Requests of one token say what a
+request costs; streams of many tokens, less that, say what a token costs. Commands and bytes are
+Redis' own counts. Where other programs take more than a tenth of a core, a run is made again, at
+most three times, and the quietest counts; then the median of the rounds.
 
 A process has one thread that works, so it carries at most 1 / (its CPU seconds a token) on one
-core. All processes, compute and client share the cores
-here, so the tokens/s that are seen are those of the machine. With several Redis ("cells", each with
-stages and streams of its own) they can't be more:
-what is seen is whether a token costs the same.
+core. All processes, compute and client share the cores here, so the tokens/s that are seen are
+those of the machine. With several Redis ("cells", each with stages and streams of its own) they
+can't be more: what is seen is whether a token costs the same.
 
     python -m bench.sizing --streams 16 64 256 --rounds 3
     python -m bench.sizing --streams 64 --cells 1 2 3 --publish-interval-ms 0

@@ -1,14 +1,12 @@
 """What does speculation gain? Tokens/s with it over without, by the kind of text and the number of
-streams; the share of drafts that stand, and how many
-tokens a drafted step gives.
+streams; the share of drafts that stand, and how many tokens a drafted step gives.
 
 Method: the compute loop in one process (scheduler, proposers, runner, reduction, decisions taken at
-once), the same requests with --speculate and with
-off, in turns; the median of the rounds' ratios counts. The first round is not counted: it is there
-that kernels, and what drafts cost, are learned. Every
-answer is compared: one that differs ends the run. Ceiling: the mean number of tokens a sequence
-gets of a step, were drafts free.
-Draft_ms and step_ms: what each place of the drafts of a model takes, all streams together, and a step without drafts.
+once), the same requests with --speculate and with off, in turns; the median of the rounds' ratios
+counts. The first round is not counted: it is there that kernels, and what drafts cost, are learned.
+Every answer is compared: one that differs ends the run. Ceiling: the mean number of tokens a
+sequence gets of a step, were drafts free. Draft_ms and step_ms: what each place of the drafts of a
+model takes, all streams together, and a step without drafts.
 
     python -m bench.speculation --model smollm2-135m [--streams 1 8 64] [--kinds edit json]
     [--speculate lookup] [--heads FOLDER] [--rounds 5]

@@ -2,9 +2,8 @@
 itself gains in a shape of which there are no weights here.
 
 What drafts cost is real: the drafting model runs as many steps as the chain is long. Which of its
-drafts stand is as it was seen: the answer is known, for
-the requests have been answered without drafts, and the chain has its tokens as far as the one that
-was seen stood, and then others.
+drafts stand is as it was seen: the answer is known, for the requests have been answered without
+drafts, and the chain has its tokens as far as the one that was seen stood, and then others.
 """
 
 import json

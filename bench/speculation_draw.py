@@ -2,12 +2,11 @@
 Gumbel-max with shared noise, and by others.
 
 Method: a model and its draft, the same rounded to fewer bits, each given the same prose
-(`bench.quality`'s). Of both, every position's candidates are
-made and drawn from as in production, at --draws seeds. Beside it: the inverse CDF, one uniform
-number for both, each in the order of its own
-logits (Penstock's rule before gumbel-1) and in the order of token ids; and the draft's likeliest
-token against the model's draw, as of a draft that is not
-drawn at all. Ceiling: 1 minus the distance in total variation, which no rule can beat.
+(`bench.quality`'s). Of both, every position's candidates are made and drawn from as in production,
+at --draws seeds. Beside it: the inverse CDF, one uniform number for both, each in the order of its
+own logits (Penstock's rule before gumbel-1) and in the order of token ids; and the draft's
+likeliest token against the model's draw, as of a draft that is not drawn at all. Ceiling: 1 minus
+the distance in total variation, which no rule can beat.
 
     penstock quantize smollm2-135m drafts/w4 --quantization w4 --calibrate default
     python -m bench.speculation_draw --model smollm2-135m --draft drafts/w4

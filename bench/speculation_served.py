@@ -1,12 +1,11 @@
 """What does a server's own speculation gain? Any two with OpenAI's completions: one without it, and the same with it.
 
 Method: the prompts of bench.speculation (those without a schema, which every server asks for in
-another way), one stream, end tokens ignored; the two
-servers in turns. Tokens/s from the first piece of text to the last: without the prompt. The median
-of the rounds' ratios counts; the first round, in which
-prompts come into caches, does not. Beside it: how many texts of the second are not the first's.
-Each request has a cache_salt of its own: a server that drafts
-from earlier answers (Penstock does) would have the same answer before it.
+another way), one stream, end tokens ignored; the two servers in turns. Tokens/s from the first
+piece of text to the last: without the prompt. The median of the rounds' ratios counts; the first
+round, in which prompts come into caches, does not. Beside it: how many texts of the second are not
+the first's. Each request has a cache_salt of its own: a server that drafts from earlier answers
+(Penstock does) would have the same answer before it.
 
     llama-server -m FILE --port 8001; llama-server -m FILE --port 8002 --spec-type ngram-simple
     --spec-ngram-simple-size-n 2

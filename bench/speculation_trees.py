@@ -2,12 +2,11 @@
 drafted tokens, for a chain and for the best tree.
 
 Method: the model answers greedily. The same model in fewer bits (or another of the same tokenizer)
-then reads the answers, and each token's rank among its
-logits is noted. A drafting model has these logits behind the same tokens in any step, so steps can
-be replayed: a chain of n drafts stands as far as ranks
-are 0; a tree stands along the branch of the ranks. The tree of n tokens has the n likeliest
-branches, if each rank is as likely anywhere as it was on
-average. That favours the tree, since a server would have to choose it beforehand. The cost of drafting is not counted.
+then reads the answers, and each token's rank among its logits is noted. A drafting model has these
+logits behind the same tokens in any step, so steps can be replayed: a chain of n drafts stands as
+far as ranks are 0; a tree stands along the branch of the ranks. The tree of n tokens has the n
+likeliest branches, if each rank is as likely anywhere as it was on average. That favours the tree,
+since a server would have to choose it beforehand. The cost of drafting is not counted.
 
     python -m bench.speculation_trees --model smollm2-135m [--draft-quantization w4 | --draft-model
     smaller] [--tokens 256]

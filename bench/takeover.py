@@ -2,13 +2,11 @@
 last of them goes on at another.
 
 Method: a real SamplerService and a real Redis (the embedded one, on a Unix socket) that holds the
-token logs of 256 sequences, 4,000 tokens each. One
-message introduces all of them, with a row each, as compute sends it when a sampler has gone; the
-sampler replays the logs and decides. On the other side
-stands compute's own account of what is undecided, looked at ten times a second: it says how often
-compute would have sent everything again.
-The ceiling: all that must be done is to read the logs and to make their text again; the table says
-what that is for a token.
+token logs of 256 sequences, 4,000 tokens each. One message introduces all of them, with a row each,
+as compute sends it when a sampler has gone; the sampler replays the logs and decides. On the other
+side stands compute's own account of what is undecided, looked at ten times a second: it says how
+often compute would have sent everything again. The ceiling: all that must be done is to read the
+logs and to make their text again; the table says what that is for a token.
 
     python -m bench.takeover
 """
@@ -88,9 +86,8 @@ def rows_at(position: int, previous: Array) -> CandidateRows:
 
 
 def watch(client: "redis.Redis", rows: CandidateRows, begun: threading.Event) -> tuple[float, float, int, int]:
-    """Compute's side, until all is decided. Returns the seconds to the first and to the last
-    decision, how often it would have sent again, and how many
-    messages there were."""
+    """Compute's side, until all is decided. Returns the seconds to the first and to the last decision,
+    how often it would have sent again, and how many messages there were."""
     request = TokenizedRequest("bench", "", "", SamplingParams(max_tokens=1 << 20), np.zeros(1, np.int32), ())
     active = {
         handle: ActiveRequest(

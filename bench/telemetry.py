@@ -1,12 +1,11 @@
 """What do traces cost? Requests/s and the time of a step with every request traced, over those with none, in one run.
 
 Method: `penstock up` with the demo model three times: off (no OTLP endpoint), away (an endpoint
-where nobody listens), on (a collector of this process that
-drops what it gets). They take turns, the others' processes stopped meanwhile; each round begins
-with another one. Short requests (128 at once, 4 tokens
-out) for requests/s, where a trace's nine spans weigh most; longer ones (32 at once, 64 tokens out)
-for the step. A model whose steps take less than a
-millisecond, on purpose: with any other the share is smaller. Medians of the rounds' ratios to off count. Ceiling: 1.0.
+where nobody listens), on (a collector of this process that drops what it gets). They take turns,
+the others' processes stopped meanwhile; each round begins with another one. Short requests (128 at
+once, 4 tokens out) for requests/s, where a trace's nine spans weigh most; longer ones (32 at once,
+64 tokens out) for the step. A model whose steps take less than a millisecond, on purpose: with any
+other the share is smaller. Medians of the rounds' ratios to off count. Ceiling: 1.0.
 
     python -m bench.telemetry --rounds 5
 """

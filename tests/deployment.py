@@ -26,9 +26,9 @@ HELD: list[socket.socket] = []  # see free_port
 
 
 def free_port() -> int:
-    """A port for a server that a test starts, which nobody else gets in the meantime: the socket
-    that has it stays open and never listens, and SO_REUSEADDR
-    lets the server, which sets it too, bind beside it."""
+    """A port for a server that a test starts, which nobody else gets in the meantime: the socket that
+    has it stays open and never listens, and SO_REUSEADDR lets the server, which sets it too, bind
+    beside it."""
     holder = socket.socket()
     holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     holder.bind(("127.0.0.1", 0))

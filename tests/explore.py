@@ -2,9 +2,9 @@
 as long as it is told.
 
 `make test` draws the same examples every time. This program runs the files with property tests one
-after another, again and again, until the time is up. What fails is kept in `.hypothesis/`, and comes
-first in the next run; the output of each failing file is written to the folder `--out`.
-The exit code is 1 if any property was refuted.
+after another, again and again, until the time is up. What fails is kept in `.hypothesis/`, and
+comes first in the next run; the output of each failing file is written to the folder `--out`. The
+exit code is 1 if any property was refuted.
 """
 
 import argparse

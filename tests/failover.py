@@ -2,15 +2,14 @@
 a replica that lacks what was written last.
 
 Each stage has two replicas. Every so many seconds the replicas of Redis stand still for a moment,
-the primary is killed, and one of them takes its place:
-what was written meanwhile is gone. The old primary comes back as a replica. Every answer must be
-the one that it was before, and end. A request whose own
-entry was lost may end with an error, which is counted as excused.
+the primary is killed, and one of them takes its place: what was written meanwhile is gone. The old
+primary comes back as a replica. Every answer must be the one that it was before, and end. A request
+whose own entry was lost may end with an error, which is counted as excused.
 
 With --cells N, a Redis Cluster of three primaries and three replicas takes the place of Sentinels:
-N cells with one replica of each stage, two gateways for
-all of them. Each time the primary of a cell dies, at random; and now and then its slot moves to
-another primary instead, in one go or key by key.
+N cells with one replica of each stage, two gateways for all of them. Each time the primary of a
+cell dies, at random; and now and then its slot moves to another primary instead, in one go or key
+by key.
 """
 
 import argparse

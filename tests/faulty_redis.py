@@ -2,8 +2,8 @@
 disturbs one write of its clients.
 
 A write is what a client sends at once: a command, or a pipeline of them. Which one is disturbed is
-counted over all connections, from `arm` on:
-one proxy for each stage, so that the count is the stage's own. The faults:
+counted over all connections, from `arm` on: one proxy for each stage, so that the count is the
+stage's own. The faults:
 
     cut                     the connection breaks, and Redis has not seen the write
     lost                    Redis has done it, and the connection breaks before the reply

@@ -17,8 +17,7 @@ def covering(cases: Sequence[Case], once: Collection[int] = ()) -> list[int]:
     """The numbers of cases, in ascending order, that have all that `values_of` finds in any of `cases`.
 
     Greedy, as in D. Cohen et al., "The AETG System" (1997): the next is the first case of those
-    that add the most. So the choice depends on the cases and their
-    order alone.
+    that add the most. So the choice depends on the cases and their order alone.
     """
     missing = [values_of(case, once) for case in cases]
     chosen = []

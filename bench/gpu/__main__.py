@@ -1,22 +1,20 @@
 """Is the CUDA backend right on this machine's GPU, and how fast is it, beside what the device can do?
 
 Method: every kernel against its definition, and whole models by bits and tokens; then each kernel's
-time over the layers of real shapes, steps of decoding at
-1,024 tokens by batch and a prompt of 1,024, with random weights, and with --trace a file of
-requests through the scheduler: each with a step in flight and
-without. The ceilings (a copy of 1 GiB, the vendor's products of 8192 x 8192 x 8192) are measured in
-the same run. Layers, and steps of the first shape, are
-measured with the vendor's products, too (--allow-batch-variance). Last the pipeline's cost with the
-last shape: requests over HTTP, through all processes,
-beside the same steps in a bare loop (bench.pipeline).
+time over the layers of real shapes, steps of decoding at 1,024 tokens by batch and a prompt of
+1,024, with random weights, and with --trace a file of requests through the scheduler: each with a
+step in flight and without. The ceilings (a copy of 1 GiB, the vendor's products of 8192 x 8192 x
+8192) are measured in the same run. Layers, and steps of the first shape, are measured with the
+vendor's products, too (--allow-batch-variance). Last the pipeline's cost with the last shape:
+requests over HTTP, through all processes, beside the same steps in a bare loop (bench.pipeline).
 
     python -m bench.gpu [--parts kernels models ceilings layers steps trace pipeline] [--shapes
     llama-3-8b qwen2.5-7b qwen2.5-0.5b]
                         [--modes none w8a8 w4 fp8] [--trace FILE] [--out DIR]
 
 gpu.json and gpu.md in --out are written after each case. A case that fails, hangs or takes its
-process with it is said there, and the others are run all the
-same. A run that was killed goes on when it is started again: what has held is not run again, what has not is.
+process with it is said there, and the others are run all the same. A run that was killed goes on
+when it is started again: what has held is not run again, what has not is.
 
 Without a GPU it says so and exits with 2. In Triton's interpreter (TRITON_INTERPRET=1) it checks
 what a CPU can, in minutes.

@@ -71,8 +71,8 @@ class AttentionCase:
 
 def check_attention(backend: CudaBackend, case: AttentionCase) -> Check:
     """The prompts in one step, with no number in what is not written yet; then the same in two, the
-    second with single tokens among chunks. In float64 over
-    the keys and values that the definition writes."""
+    second with single tokens among chunks. In float64 over the keys and values that the definition
+    writes."""
     dtype, device, heads = backend.dtype, backend.device, case.heads
     dim, num_kv_heads = heads.head_dim, heads.num_kv_heads
     rotary_dim = heads.rotary_dim or dim
@@ -157,9 +157,9 @@ def check_attention(backend: CudaBackend, case: AttentionCase) -> Check:
 
 
 def check_holes(backend: CudaBackend, heads: Heads, lens: tuple[int, ...], last: int, kv_group: int = 0) -> Check:
-    """The last tokens of a sequence whose blocks before the last are tokens in part, with no number
-    in the holes; and each of them alone. In float64 over the
-    keys and values that the definition writes."""
+    """The last tokens of a sequence whose blocks before the last are tokens in part, with no number in
+    the holes; and each of them alone. In float64 over the keys and values that the definition
+    writes."""
     dtype, device, dim, num_kv_heads = backend.dtype, backend.device, heads.head_dim, heads.num_kv_heads
     attention, context = backend.make_attention(heads), len(lens) * BLOCK_SIZE
     table = tuple(torch.randperm(len(lens), generator=torch.Generator().manual_seed(5)).tolist())

@@ -15,9 +15,8 @@ EXPERTS, ACTIVE, HIDDEN, INTER = 128, 8, 2048, 768
 
 
 def check_experts(backend: CudaBackend, form: str, num_rows: int, num_experts: int) -> Check:
-    """One expert is every row's, so that some get many rows and some none. The error is the share
-    of numbers that are not exactly those of
-    expert by expert; also by two ranges."""
+    """One expert is every row's, so that some get many rows and some none. The error is the share of
+    numbers that are not exactly those of expert by expert; also by two ranges."""
     n, k, device = 96, 160, backend.device
 
     def make(seed: int, *shape: int, is_gated: bool = False) -> object:

@@ -91,9 +91,8 @@ class LinearCase:
 
 
 def check_linear(backend: CudaBackend, form: str, case: LinearCase, *, is_vendors: bool = False) -> Check:
-    """In float64 over the same codes; in the norm, whose rounding may fall on another step of int8
-    or FP8, the definition. is_vendors: the vendor's product,
-    whose bits are not promised."""
+    """In float64 over the same codes; in the norm, whose rounding may fall on another step of int8 or
+    FP8, the definition. is_vendors: the vendor's product, whose bits are not promised."""
     dtype, device = backend.dtype, backend.device
     x, weight = randn(case.rows, case.k, seed=1).to(dtype), randn(case.n, case.k, seed=2, scale=0.1).to(dtype)
     bias = randn(case.n, seed=3).to(dtype) if case.has_bias else None
@@ -195,9 +194,8 @@ def check_rows(backend: CudaBackend, rows: int, hidden: int, *, has_norm: bool, 
 
 
 def check_search(backend: CudaBackend, rows: int, vocab_size: int, k: int) -> Check:
-    """Logits with many ties and zeros of both signs, banned tokens, and a row with NaN. The error
-    is the masses'; candidates that are not exactly
-    the definition's count as 1."""
+    """Logits with many ties and zeros of both signs, banned tokens, and a row with NaN. The error is
+    the masses'; candidates that are not exactly the definition's count as 1."""
     logits = (randn(rows, vocab_size, seed=1) * 16).round() / 4
     logits[0, vocab_size // 2 :] = -torch.inf
     logits[0, :3] = torch.tensor([1.0, -0.0, 0.0])
@@ -278,9 +276,9 @@ DRAWS: tuple[dict[str, Any], ...] = (
 
 
 def check_draws(backend: CudaBackend, rows: int, vocab_size: int) -> Check:
-    """Rows so peaked that the candidates hold what top-p keeps: the device's draws are the host's.
-    The error is the share that is not. Of few tokens one row
-    is flat: of its mass, which top-p is a share of, a part lies beyond the candidates."""
+    """Rows so peaked that the candidates hold what top-p keeps: the device's draws are the host's. The
+    error is the share that is not. Of few tokens one row is flat: of its mass, which top-p is a
+    share of, a part lies beyond the candidates."""
     logits = randn(rows, vocab_size, seed=6, scale=8.0)
     if vocab_size <= FLAT:
         logits[3] /= 8

@@ -1,6 +1,6 @@
 """A server's recordings: all are there before the first request, none is dropped, they fit into the
-memory that was set aside for them, and they compute the
-bits of steps that are launched kernel by kernel."""
+memory that was set aside for them, and they compute the bits of steps that are launched kernel by
+kernel."""
 
 import time
 from collections.abc import Iterator
@@ -43,8 +43,8 @@ class RecordingCheck:
 
 def steps(max_num_seqs: int, max_batched_tokens: int, longest: int) -> Iterator[ScheduledBatch]:
     """A step of single tokens of each number of sequences, with the longest context among them, and
-    tables that are new; then one with a chunk. The first
-    blocks are those that single tokens are written to: each sequence has its own."""
+    tables that are new; then one with a chunk. The first blocks are those that single tokens are
+    written to: each sequence has its own."""
     num_read = NUM_BLOCKS - max_num_seqs
     for count in range(1, max_num_seqs + 1):
         rows = []

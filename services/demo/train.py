@@ -2,10 +2,10 @@
 
     python -m services.demo.train            # under 20 minutes on 2 CPU cores; writes services/demo/model
 
-The model is meant to memorise: each answer has a few phrasings of its question, and each phrasing is varied in case,
-punctuation and politeness so that small changes still hit. The loss counts the assistant's tokens
-only. What comes out is
-an ordinary Hugging Face checkpoint, so the demo takes the same way through Penstock as any other model.
+The model is meant to memorise: each answer has a few phrasings of its question, and each phrasing
+is varied in case, punctuation and politeness so that small changes still hit. The loss counts the
+assistant's tokens only. What comes out is an ordinary Hugging Face checkpoint, so the demo takes
+the same way through Penstock as any other model.
 """
 
 import argparse

@@ -3,8 +3,8 @@ body stalls the streams of others.
 
 It knows every kind of body that the gateway takes. A question is a line of JSON, the name of the
 body's class or such names by field, and the body; the answer is the checked body, or Invalid.
-Schemas in it are looked through here, too: one
-that is too long is refused, and its megabytes never come to the gateway's loop.
+Schemas in it are looked through here, too: one that is too long is refused, and its megabytes never
+come to the gateway's loop.
 """
 
 import gc

@@ -1,8 +1,8 @@
 """`penstock up`: every process of the pipeline on this machine, restarted when it dies, stopped together.
 
 Runs `python -m services.<stage>` for each replica: the same command lines as docker-compose.
-Settings travel in the environment. What happens when the
-launcher itself is killed is in lifeline.py.
+Settings travel in the environment. What happens when the launcher itself is killed is in
+lifeline.py.
 """
 
 import os

@@ -1,14 +1,11 @@
 """Ties the processes of one `penstock up` together, so that none outlives the launcher for long,
-however that ended, and no second Redis ever writes
-to a data folder that one still uses.
+however that ended, and no second Redis ever writes to a data folder that one still uses.
 
 A lock on the data folder, which the embedded Redis and every other process inherits: it is free
-when the last of them has ended, and not before.
-A pipe that the launcher alone could write to: its end tells the stages that the launcher is gone
-(shared/wire/stage.py), and they leave as on SIGTERM.
+when the last of them has ended, and not before. A pipe that the launcher alone could write to: its
+end tells the stages that the launcher is gone (shared/wire/stage.py), and they leave as on SIGTERM.
 A pipe that the launcher and the stages could write to: its end tells the watchman, this file's own
-process, that all of them are gone, and it shuts down
-Redis, which the stages needed until then.
+process, that all of them are gone, and it shuts down Redis, which the stages needed until then.
 
 Why pipes: a parent-death signal (prctl) exists on Linux only, and Redis would get it together with
 the stages that still hand work over.

@@ -49,8 +49,8 @@ class Wheel:
 
 
 # SmolLM2's template, but for the prompt of chats that bring none. The makers' own names the model
-# and them; with it, the 4-bit file answers what is asked of
-# countries in bad French or Spanish, without an end.
+# and them; with it, the 4-bit file answers what is asked of countries in bad French or Spanish,
+# without an end.
 SMOLLM2_TEMPLATE = (
     "{% if messages[0]['role'] != 'system' %}"
     "{{ '<|im_start|>system\nYou are a helpful AI assistant. Answer briefly, in plain English.<|im_end|>\n' }}{% "

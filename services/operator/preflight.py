@@ -73,8 +73,7 @@ def check_keys(settings: UpSettings) -> None:
 
 def check_device(settings: UpSettings) -> None:
     """Raises StartupError where --device cuda asks for a GPU that is not there, or that the torch
-    which is installed can't use; and for what a CPU can't do,
-    where there is nothing else."""
+    which is installed can't use; and for what a CPU can't do, where there is nothing else."""
     is_on_cpu = settings.device == "cpu" or (settings.device == "auto" and not gpu_memory())
     if is_on_cpu and (refusal := refused_on_cpu(settings)):
         raise StartupError(refusal)

@@ -118,9 +118,8 @@ def start_server(
     binary: Path | None = None,
     inherited: tuple[int, ...] = (),
 ) -> "subprocess.Popen[bytes]":
-    """Start it with its data in data_dir. port 0: no TCP. password: wanted of every client; empty:
-    of none. Any redis-server from 6.2 on takes the same
-    arguments.
+    """Start it with its data in data_dir. port 0: no TCP. password: wanted of every client; empty: of
+    none. Any redis-server from 6.2 on takes the same arguments.
 
     max_memory: bytes; 0: without a limit. inherited: descriptors that stay open as long as it runs, such as a lock's.
     """

@@ -1,8 +1,7 @@
 """`penstock status`: which replicas are alive and how busy, from Redis alone.
 
 Replicas announce themselves once a second, with totals since their start. A rate is taken between
-two of those announcements, and not between two looks,
-which may have one or two of them in between.
+two of those announcements, and not between two looks, which may have one or two of them in between.
 """
 
 import json

@@ -136,9 +136,9 @@ def for_parsers(
 
 
 def embedder(context: RequestContext, name: str) -> tuple[str, str]:
-    """The served model of embeddings that the client calls so, and what the answer calls it.
-    Clients have names built in: where
-    one encoder is served, it answers to a name that no model has. Raises as RequestContext.resolve."""
+    """The served model of embeddings that the client calls so, and what the answer calls it. Clients
+    have names built in: where one encoder is served, it answers to a name that no model has. Raises
+    as RequestContext.resolve."""
     try:
         return context.resolve(name), name
     except Invalid as unknown:

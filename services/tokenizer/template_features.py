@@ -48,17 +48,15 @@ def template_with_tools(templates: Any, default: str) -> str:
 
 def _calls_of(template: str) -> str:
     """The form of calls. A template that does not know of tools is told of them in Hermes' form
-    (tool_prompt.py), so its model
-    answers in that."""
+    (tool_prompt.py), so its model answers in that."""
     return _first(TOOL_CALLS, template) or ("hermes" if not knows(template, "tools") else "")
 
 
 def find_parsers(
     template: str | None, tool_calls: str, reasoning: str, with_tools: str | None = None
 ) -> dict[str, str]:
-    """The parsers of the model's answers. tool_calls, reasoning: the operator's word; auto: what
-    the template says. with_tools:
-    the template of requests with tools, if it is another."""
+    """The parsers of the model's answers. tool_calls, reasoning: the operator's word; auto: what the
+    template says. with_tools: the template of requests with tools, if it is another."""
     if template is None:
         return {}
     parsers = {

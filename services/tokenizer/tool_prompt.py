@@ -44,9 +44,9 @@ def around(before: str, content: Any, behind: str) -> Any:
 
 
 def spell_calls(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The conversation with calls as text of the assistant's, and what tools answered as text of
-    the user's: several answers,
-    and what the user says to them, are one turn, for many templates want turns to alternate."""
+    """The conversation with calls as text of the assistant's, and what tools answered as text of the
+    user's: several answers, and what the user says to them, are one turn, for many templates want
+    turns to alternate."""
     spelt: list[dict[str, Any]] = []
     for message in messages:
         if message.get("tool_calls"):
@@ -69,9 +69,8 @@ def spell_calls(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def in_turns(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The conversation for a template that wants turns to alternate: messages of one role that
-    follow each other are one, and
-    what the user says to a tool's answer is a part of it."""
+    """The conversation for a template that wants turns to alternate: messages of one role that follow
+    each other are one, and what the user says to a tool's answer is a part of it."""
     return [as_one(turn) for turn in grouped(messages, _goes_on)]
 
 

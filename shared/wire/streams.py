@@ -76,10 +76,9 @@ def prompts(model: str) -> GroupStream:
 
 
 def offers_key(model: str) -> str:
-    """The entries of prompts:<model> that were delivered to a compute by choice, and that it has
-    not taken up: a sorted set of "<entry>/<compute id>" by the
-    time from which any compute may take them (ms, Redis' clock). Tokenizer, compute → compute.
-    Lives an hour past the last offer."""
+    """The entries of prompts:<model> that were delivered to a compute by choice, and that it has not
+    taken up: a sorted set of "<entry>/<compute id>" by the time from which any compute may take
+    them (ms, Redis' clock). Tokenizer, compute → compute. Lives an hour past the last offer."""
     return f"offers:{model}"
 
 
@@ -89,9 +88,9 @@ def offered(compute_id: str) -> DirectStream:
 
 
 def prefixes_key(compute_id: str) -> str:
-    """The set of the blocks in a compute's prefix cache: the first 8 bytes of their hashes; compute
-    → tokenizer. Written only while there are other
-    replicas. Lives 10 s past the last write; while the loop turns, there is one each second."""
+    """The set of the blocks in a compute's prefix cache: the first 8 bytes of their hashes; compute →
+    tokenizer. Written only while there are other replicas. Lives 10 s past the last write; while
+    the loop turns, there is one each second."""
     return f"prefixes:{compute_id}"
 
 
@@ -112,15 +111,14 @@ def events(gateway_id: str) -> DirectStream:
 
 def log_key(request_id: str) -> str:
     """The token log: sampler, or the stage that fails the request → every stage. Entry IDs are
-    `<position>-0`; see token_log.py.
-    Lives 7 days at most while the request runs, and an hour past its end."""
+    `<position>-0`; see token_log.py. Lives 7 days at most while the request runs, and an hour past
+    its end."""
     return f"log:{request_id}"
 
 
 def response_key(response_id: str) -> str:
-    """The record by which a gateway streams a response again: gateway → any gateway. Lives 7 days
-    at most, and an hour past the end
-    of its last sequence."""
+    """The record by which a gateway streams a response again: gateway → any gateway. Lives 7 days at
+    most, and an hour past the end of its last sequence."""
     return f"response:{response_id}"
 
 
@@ -132,17 +130,16 @@ def stored_key(response_id: str) -> str:
 
 def open_key(response_id: str) -> str:
     """The accounting of a running response, a hash: `left`, its sequences that have not ended;
-    `account` and `size`, who is charged for its data in Redis,
-    and for how many bytes; `keeps`, the longest stored data that stays if the response is refused.
-    Gateway → the stage that ends a request. Lives until the
-    response ends, 7 days at most."""
+    `account` and `size`, who is charged for its data in Redis, and for how many bytes; `keeps`, the
+    longest stored data that stays if the response is refused. Gateway → the stage that ends a
+    request. Lives until the response ends, 7 days at most."""
     return f"open:{response_id}"
 
 
 def held_key(tenant_id: str) -> str:
-    """The bytes of a tenant's requests and stored responses: a sorted set of "<bytes>/<response>"
-    by the time when they are forgotten (s, Redis' clock).
-    Written by gateways, and by the stage that ends a request. Lives 7 days past the last submission."""
+    """The bytes of a tenant's requests and stored responses: a sorted set of "<bytes>/<response>" by
+    the time when they are forgotten (s, Redis' clock). Written by gateways, and by the stage that
+    ends a request. Lives 7 days past the last submission."""
     return f"held:{tenant_id}"
 
 
@@ -158,8 +155,8 @@ def tombstone_key(request_id: str) -> str:
 
 def reader_key(response_id: str) -> str:
     """The reader of a resumed response: a hash of its `generation` and its `gateway`; gateway → the
-    stages that send it events. Without it, the
-    gateway that submitted the response. Lives as long as the response's record."""
+    stages that send it events. Without it, the gateway that submitted the response. Lives as long
+    as the response's record."""
     return f"reader:{response_id}"
 
 
@@ -169,38 +166,37 @@ def response_of(request_id: str) -> str:
 
 
 def inflight_key(model: str) -> str:
-    """Admitted requests that have not ended: a hash of tokens by request id, and their sum under
-    "". Gateways add a request, the stage that ends it removes
-    it. Deleted when empty; else it lives 7 days past the last submission."""
+    """Admitted requests that have not ended: a hash of tokens by request id, and their sum under "".
+    Gateways add a request, the stage that ends it removes it. Deleted when empty; else it lives 7
+    days past the last submission."""
     return f"inflight:{model}"
 
 
 def shares_key(model: str) -> str:
-    """How much of `inflight:<model>` each tenant has: a hash of requests and of tokens by the
-    tenant's account (held). Written with it, and deleted with it. It
-    says whose turn it is when the pipeline is full."""
+    """How much of `inflight:<model>` each tenant has: a hash of requests and of tokens by the tenant's
+    account (held). Written with it, and deleted with it. It says whose turn it is when the pipeline
+    is full."""
     return f"shares:{model}"
 
 
 def quota_key(tenant_id: str) -> str:
-    """The rest of a tenant's limits in this minute: a hash of `requests` and `tokens`, and `at`,
-    the time of these numbers. Written by gateways, for
-    tenants with limits only. Lives 2 minutes past the last submission: it is full by then."""
+    """The rest of a tenant's limits in this minute: a hash of `requests` and `tokens`, and `at`, the
+    time of these numbers. Written by gateways, for tenants with limits only. Lives 2 minutes past
+    the last submission: it is full by then."""
     return f"quota:{tenant_id}"
 
 
 def running_key(tenant_id: str) -> str:
-    """A tenant's admitted requests: a hash of their inflight keys by request id (in the home cell,
-    for another cell: "@<mark> <time> <model>"); requests
-    that are no longer in flight do not count. Written by gateways, for tenants with limited
-    concurrency only. Lives 7 days past the last submission."""
+    """A tenant's admitted requests: a hash of their inflight keys by request id (in the home cell, for
+    another cell: "@<mark> <time> <model>"); requests that are no longer in flight do not count.
+    Written by gateways, for tenants with limited concurrency only. Lives 7 days past the last
+    submission."""
     return f"running:{tenant_id}"
 
 
 def attempts_key(request_id: str) -> str:
-    """Whether a request has been in a step, in how many trials a replica died, and the length of
-    its log then: compute → the compute that claims it.
-    Lives an hour; deleted with the request's end."""
+    """Whether a request has been in a step, in how many trials a replica died, and the length of its
+    log then: compute → the compute that claims it. Lives an hour; deleted with the request's end."""
     return f"attempts:{request_id}"
 
 
@@ -210,9 +206,8 @@ def replica_key(stage: str, replica_id: str) -> str:
 
 
 def served_key(stage: str, model: str) -> str:
-    """The last replica of that stage of the model, as it announced itself: gateways and jobs that
-    wait for replicas → the same, tokenizers. Lives 30 days
-    past that replica."""
+    """The last replica of that stage of the model, as it announced itself: gateways and jobs that wait
+    for replicas → the same, tokenizers. Lives 30 days past that replica."""
     return f"served:{stage}:{model}"
 
 
@@ -222,16 +217,14 @@ def file_key(file_id: str) -> str:
 
 
 def files_key(owner: str) -> str:
-    """An owner's files by their age: a sorted set. A process that finds a name without a file
-    removes it. Lives 30 days past
-    the last file."""
+    """An owner's files by their age: a sorted set. A process that finds a name without a file removes
+    it. Lives 30 days past the last file."""
     return f"files:{owner}"
 
 
 def uploads_key(owner: str) -> str:
     """An owner's files that are being stored: a sorted set of "<file id>/<bytes>" by the time when
-    their room is given up. Written by gateways.
-    Lives 11 minutes past the last upload."""
+    their room is given up. Written by gateways. Lives 11 minutes past the last upload."""
     return f"uploads:{owner}"
 
 
@@ -251,22 +244,20 @@ def module_sets_key(owner: str) -> str:
 
 def images_key(response_id: str) -> str:
     """The files of the images in a response's requests: a hash by their digests. Gateway, jobs →
-    compute. Deleted when the response ends; lives 7 days at
-    most, and 10 minutes until it is submitted."""
+    compute. Deleted when the response ends; lives 7 days at most, and 10 minutes until it is
+    submitted."""
     return f"images:{response_id}"
 
 
 def wanted_images_key(fingerprint: str) -> str:
-    """The images that compute replicas wait for, a list of EncodeImage messages: compute → any
-    encoder with that fingerprint. Lives 10 minutes past the last
-    one."""
+    """The images that compute replicas wait for, a list of EncodeImage messages: compute → any encoder
+    with that fingerprint. Lives 10 minutes past the last one."""
     return f"images-wanted:{fingerprint}"
 
 
 def embeddings_key(fingerprint: str, image_key: str, response_id: str = "") -> str:
-    """Embeddings of an image; with the response that asked, why it gets none: encoder → compute.
-    Lives a minute past its encoding, and seconds past its
-    reading."""
+    """Embeddings of an image; with the response that asked, why it gets none: encoder → compute. Lives
+    a minute past its encoding, and seconds past its reading."""
     return f"embeddings:{fingerprint}/{image_key}" + (f"/{response_id}" if response_id else "")
 
 

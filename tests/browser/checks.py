@@ -327,8 +327,7 @@ def the_keyboard_suffices(page: Page) -> None:
 @check
 def the_text_goes_on_when_replicas_are_killed(page: Page) -> None:
     """Compute, then a sampler, then the gateway itself, under one answer; which is the one without
-    kills. Each is mended before the next: a gateway that
-    comes later has not seen what was before."""
+    kills. Each is mended before the next: a gateway that comes later has not seen what was before."""
     wanted = reference(page, **LONGEST)
     enter(page, **LONGEST)
     page.say(QUESTION)

@@ -2,8 +2,7 @@
 under it, and the text that comes out all the same.
 
 The text is compared with that of an undisturbed run, by the API; only then is the picture written.
-Its time runs faster where the machine was slow: the last
-frame says how many times.
+Its time runs faster where the machine was slow: the last frame says how many times.
 """
 
 import hashlib

@@ -1,8 +1,7 @@
 """An answer as it grows, event by event, and how it differs from the one that is known.
 
 The known answer says how much text each sequence has at each position, so that a token that comes
-twice or never shows where it
-happens, and not only at the end.
+twice or never shows where it happens, and not only at the end.
 """
 
 import json

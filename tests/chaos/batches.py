@@ -2,12 +2,10 @@
 `kill -9` and SIGTERM drawn from a seed.
 
 Method: start a deployment with two workers, ask each of the prompts once over HTTP, without any
-fault; then have a batch of many lines with these prompts
-answered, while one process after the other is killed: workers, every stage, and Redis. A batch that
-ends before the kills are used up is followed by
-another. At the end every line must be there once, among the completed ones, with the text that was
-learned; no request may be left in the pipeline, and
-no key without a TTL.
+fault; then have a batch of many lines with these prompts answered, while one process after the
+other is killed: workers, every stage, and Redis. A batch that ends before the kills are used up is
+followed by another. At the end every line must be there once, among the completed ones, with the
+text that was learned; no request may be left in the pipeline, and no key without a TTL.
 
     python -m tests.chaos.batches [--lines 2000] [--kills 50] [--seed 7]
 

@@ -80,8 +80,8 @@ class Checks:
 
     async def broken_logs(self, client: Any, *, may_lose: bool) -> list[str]:
         """Logs that are not p-0 for p = 1 … n and then one end. Where Redis has lost a request that
-        compute began to log just then, and compute has died,
-        too, nobody knows that there is an end to be written."""
+        compute began to log just then, and compute has died, too, nobody knows that there is an end
+        to be written."""
         broken = []
         for key in await client.keys("log:*"):
             if key in self.whole:

@@ -1,9 +1,9 @@
 """The faults: one table, each with a name, a weight, and whether it loses data. A fault heals itself before it returns.
 
 Here are those of processes; of Redis: redis_faults.py; of clients and of what they send:
-client_faults.py; of messages: poison.py; between the stages
-and Redis, and outages beyond the time-outs: partitions.py; of the ranks of a group: rank_faults.py;
-of clocks, the KV cache and keys: more_faults.py.
+client_faults.py; of messages: poison.py; between the stages and Redis, and outages beyond the
+time-outs: partitions.py; of the ranks of a group: rank_faults.py; of clocks, the KV cache and keys:
+more_faults.py.
 """
 
 import asyncio

@@ -6,9 +6,8 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 # answered: with its known text. excused: one clear error that this round's faults explain. ended:
-# one end, and no text was promised.
-# left: the client went away. All others are wrong. cancelled: by us, while its client read, or meant to.
-# paused: silent for too long, with no fault to explain it.
+# one end, and no text was promised. left: the client went away. All others are wrong. cancelled: by
+# us, while its client read, or meant to. paused: silent for too long, with no fault to explain it.
 Kind = Literal[
     "answered",
     "excused",

@@ -2,14 +2,12 @@
 part of `make test`.
 
 Builds the images, brings the pipeline up, sends requests, scales tokenizers and samplers up and
-down under load, kills the worker of a batch, and compares
-every text with the undisturbed run. Then all of it once more with deploy/docker/secure.yml: HTTPS,
-API keys, and a Redis with a user for each stage. The
-profiles whose images are not at hand are validated only. Needs a Docker engine, Compose v2 and
-openssl; $COMPOSE names the program (default: docker compose).
-For a machine whose pip and apt need help: the files PENSTOCK_TEST_PIP_CONF, PENSTOCK_TEST_APT_CONF
-and PENSTOCK_TEST_CA reach the build as secrets, and
-never the images.
+down under load, kills the worker of a batch, and compares every text with the undisturbed run. Then
+all of it once more with deploy/docker/secure.yml: HTTPS, API keys, and a Redis with a user for each
+stage. The profiles whose images are not at hand are validated only. Needs a Docker engine, Compose
+v2 and openssl; $COMPOSE names the program (default: docker compose). For a machine whose pip and
+apt need help: the files PENSTOCK_TEST_PIP_CONF, PENSTOCK_TEST_APT_CONF and PENSTOCK_TEST_CA reach
+the build as secrets, and never the images.
 """
 
 import asyncio

@@ -1,6 +1,6 @@
 """`python -m tests.grammars.chains [NAME ...]`: grammars and schemas of thousands of rules, each of
-which refers to the next, as the gateway's helper
-and compute compile them. The library ends the process where its stack ends: that is why this is one of its own.
+which refers to the next, as the gateway's helper and compute compile them. The library ends the
+process where its stack ends: that is why this is one of its own.
 """
 
 import sys

@@ -2,8 +2,7 @@
 time in which a model writes one.
 
 Each walk prefers some tokens, for engines go wrong at them: escapes and quotation marks, or digits;
-or it prefers none. After some tokens it goes to
-an end.
+or it prefers none. After some tokens it goes to an end.
 """
 
 from functools import cache

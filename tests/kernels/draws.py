@@ -42,9 +42,8 @@ def draw_many(
     logits: torch.Tensor, params: SamplingParams, num_draws: int, search: RowSearch, output: list[int] | None = None
 ) -> Array:
     """Tokens drawn from one row of logits [vocab] after the prompt 7, 8 and the output, for other
-    seeds and positions: the row is reduced once. Of a request
-    whose history matters only the seeds differ. Some draws are made again one by one, with
-    reductions of their own: they are the same."""
+    seeds and positions: the row is reduced once. Of a request whose history matters only the seeds
+    differ. Some draws are made again one by one, with reductions of their own: they are the same."""
     numbers = np.arange(num_draws)
     has_history = output is not None
     seeds = (

@@ -1,6 +1,5 @@
-"""Ranks as threads of one process: each has its own backend, weights and KV cache. They meet in
-memory as processes do; if they keep the weights for rank 0,
-they send them by gloo."""
+"""Ranks as threads of one process: each has its own backend, weights and KV cache. They meet in memory
+as processes do; if they keep the weights for rank 0, they send them by gloo."""
 
 import json
 import os

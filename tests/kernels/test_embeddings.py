@@ -114,8 +114,7 @@ def test_they_are_transformers_hidden_states_pooled(name: str, impl: str, tmp_pa
 @pytest.mark.parametrize("pooling", ["mean", "last"])
 def test_bits_are_the_same_in_any_company(quantization: str, pooling: Any, tmp_path: Path) -> None:
     """On the native kernels: alone; in a batch, in chunks of another size; with so few blocks that
-    sequences are preempted; and, of the last token, on a
-    prefix that was computed before."""
+    sequences are preempted; and, of the last token, on a prefix that was computed before."""
     reference_model("qwen3", tmp_path)
     kind: dict[str, Any] = {"dtype": torch.bfloat16, "quantization": quantization}
     prompts, asked = random_prompts(), EmbeddingParams(pooling)

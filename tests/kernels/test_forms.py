@@ -131,8 +131,8 @@ def held_in_steps(form: str, n: int, k: int, group: int, generator: torch.Genera
 
 def largest_error(x: torch.Tensor, matrix: Int8Columns | Int4Columns | Grouped, exact: torch.Tensor) -> torch.Tensor:
     """The most that a layer's result may differ from the exact product of x and the dequantized
-    weights: half a step of int8 in each activation, the
-    result's rounding to bf16, and float32's in the sums."""
+    weights: half a step of int8 in each activation, the result's rounding to bf16, and float32's in
+    the sums."""
     group = matrix.group if isinstance(matrix, Grouped) else matrix.shape[1]
     weight = matrix.dequantize(torch.float64).abs()
     steps = quantize_groups(x, group)[1].double().repeat_interleave(group, 1)[:, : x.shape[1]]

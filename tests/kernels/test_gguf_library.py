@@ -1,6 +1,5 @@
 """GGUF files that run on transformers' modules: token for token what the library computes of the
-weights that the blocks mean, in float32; in bfloat16 by
-the kernels, from the file's own blocks."""
+weights that the blocks mean, in float32; in bfloat16 by the kernels, from the file's own blocks."""
 
 from pathlib import Path
 

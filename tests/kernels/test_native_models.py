@@ -43,9 +43,8 @@ def random_prompts() -> list[list[int]]:
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_bfloat16_is_close_to_float32(name: str, tmp_path: Path) -> None:
-    """The root mean square error of the logits, relative. transformers' own in bfloat16 is as
-    large: 1 to 2%, and with phi3-longrope, whose scores are
-    the largest, 5 to 7%."""
+    """The root mean square error of the logits, relative. transformers' own in bfloat16 is as large: 1
+    to 2%, and with phi3-longrope, whose scores are the largest, 5 to 7%."""
     reference = reference_model(name, tmp_path)
     engine, prompts = Engine(tmp_path, dtype=torch.bfloat16), random_prompts()
     assert isinstance(engine.runner.model.attention, NativeAttention)

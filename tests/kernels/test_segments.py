@@ -28,8 +28,8 @@ NATIVE = {"dtype": torch.bfloat16}
 
 def prompt_of(trunk: int, modules: Sequence[int], rest: int, *, gap: int = 0, seed: int = 0) -> Prompt:
     """A trunk, modules (by number, each with its tokens and its place), and a rest that sees all.
-    Module 3 has a second part, behind a place of 3 tokens,
-    which an argument of 2 fills: it sees the first part, and the trunk."""
+    Module 3 has a second part, behind a place of 3 tokens, which an argument of 2 fills: it sees
+    the first part, and the trunk."""
     rng = Random(trunk)
     texts = [[rng.randrange(2, SIZES["vocab_size"]) for _ in range(trunk)]]
     segments = [Segment(trunk, 0)]

@@ -1,6 +1,5 @@
 """One row of k + 1 sampled positions gives the bits of k + 1 steps of one token: logits, edits,
-grammars' masks, candidates. Whatever is computed ahead rests
-on it."""
+grammars' masks, candidates. Whatever is computed ahead rests on it."""
 
 import pickle
 from pathlib import Path

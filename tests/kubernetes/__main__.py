@@ -1,9 +1,8 @@
-"""`make verify SUITE=kubernetes`: the manifests of deploy/kubernetes and the chart of deploy/helm,
-by the schemas of several versions of Kubernetes, by each
-other, and by what they do: a kubelet in small starts every stage, probes it, and rolls each
-Deployment over by the manifests' own numbers, while clients ask.
-Then KEDA in small ends all replicas when nobody asks, and starts them when somebody does.
-Needs root (host names of pods), helm and kubectl.
+"""`make verify SUITE=kubernetes`: the manifests of deploy/kubernetes and the chart of deploy/helm, by
+the schemas of several versions of Kubernetes, by each other, and by what they do: a kubelet in
+small starts every stage, probes it, and rolls each Deployment over by the manifests' own numbers,
+while clients ask. Then KEDA in small ends all replicas when nobody asks, and starts them when
+somebody does. Needs root (host names of pods), helm and kubectl.
 
 Every answer must be the one that it was before, no client may see an error, and nobody may have to be killed.
 """

@@ -2,9 +2,9 @@
 in time that passes faster.
 
 As KEDA does, it starts the first replica once any trigger has something, and ends the last one when
-none has had anything for `cooldownPeriod`. In between,
-as the HorizontalPodAutoscaler does, it takes the most that a trigger wants: its value by its
-threshold, rounded up. Triggers by CPU want nothing here.
+none has had anything for `cooldownPeriod`. In between, as the HorizontalPodAutoscaler does, it
+takes the most that a trigger wants: its value by its threshold, rounded up. Triggers by CPU want
+nothing here.
 """
 
 import asyncio

@@ -2,9 +2,8 @@
 and ended by the numbers of the manifests.
 
 A pod has a host name of its own, as a container has, for its probes look for themselves in the
-registry by that name; so this needs root (unshare).
-Other than on a cluster, all pods share one network: a gateway's port is chosen, and which gateways
-a Service would name is `endpoints`.
+registry by that name; so this needs root (unshare). Other than on a cluster, all pods share one
+network: a gateway's port is chosen, and which gateways a Service would name is `endpoints`.
 """
 
 import asyncio

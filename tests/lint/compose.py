@@ -99,9 +99,8 @@ def of_cache(services: dict[str, Any]) -> list[Problem]:
 
 
 def of_group(services: dict[str, Any]) -> list[Problem]:
-    """The profile group is one group, as compute reads its environment: each rank once, and all go
-    to the container of rank 0, in a network where nobody
-    else is."""
+    """The profile group is one group, as compute reads its environment: each rank once, and all go to
+    the container of rank 0, in a network where nobody else is."""
     ranks = {name: service for name, service in services.items() if service.get("profiles") == ["group"]}
     found, settings = [], {}
     for name, service in ranks.items():

@@ -1,6 +1,5 @@
-"""The users of deploy/redis/users.acl may do what their stages' code does, and no more; and files
-that set their passwords leave none with the one that
-everybody knows.
+"""The users of deploy/redis/users.acl may do what their stages' code does, and no more; and files that
+set their passwords leave none with the one that everybody knows.
 
 A stage's commands are those that the modules it imports call, by redis-py's methods or in scripts,
 and those that libraries send.

@@ -4,10 +4,9 @@ loglikelihoods on the same weights?
     python -m tests.lm_eval [--model FOLDER] [--tolerance 0.0001]
 
 Needs `pip install -e '.[dev,lm-eval]'`. The tasks are beside this file: choices, each scored as a
-continuation, and texts scored whole, some of them longer
-than one window. Both sides compute in float32. Prints a line a task; the last line is JSON. Exit
-code 1 if any loglikelihood differs by more than the
-tolerance, or one side takes another continuation for the greedy one.
+continuation, and texts scored whole, some of them longer than one window. Both sides compute in
+float32. Prints a line a task; the last line is JSON. Exit code 1 if any loglikelihood differs by
+more than the tolerance, or one side takes another continuation for the greedy one.
 """
 
 import argparse

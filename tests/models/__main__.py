@@ -2,10 +2,9 @@
 loaded as compute does.
 
 Not part of `make test`. `cases.py` says of each architecture how it runs (native, ragged, one by
-one), or with which words it
-is refused. 20 greedy tokens of prompts of 5, 40 and 130 tokens must be those of transformers'
-`generate` in float32: in one
-batch, in chunks, and over the prefix cache. A process is forked for each, so a crash is one row.
+one), or with which words it is refused. 20 greedy tokens of prompts of 5, 40 and 130 tokens must be
+those of transformers' `generate` in float32: in one batch, in chunks, and over the prefix cache. A
+process is forked for each, so a crash is one row.
 """
 
 import argparse

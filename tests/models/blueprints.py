@@ -31,8 +31,7 @@ class Blueprint:
 
     def config(self, num_layers: int | None = None) -> PretrainedConfig:
         """With so many layers, of the kinds that the class chooses; None: those that the blueprint
-        says, or as few as have
-        each kind."""
+        says, or as few as have each kind."""
         if self.text is not None:
             text = self.text.config(num_layers).to_dict() | {"model_type": self.text.model_type}
             return CONFIG_MAPPING[self.model_type](**self.fields, text_config=text)

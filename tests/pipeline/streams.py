@@ -24,9 +24,8 @@ async def stream_all(
     disturb: Callable[[], Awaitable[None]] | None = None,
     in_flight: Sequence[Deployment] = (),
 ) -> list[str]:
-    """`count` seeded streams at once; `disturb` runs when each of them has had its first tokens,
-    and none has ended. Returns their texts. in_flight: the
-    cells that answer, if there are several.
+    """`count` seeded streams at once; `disturb` runs when each of them has had its first tokens, and
+    none has ended. Returns their texts. in_flight: the cells that answer, if there are several.
 
     Where this process is held up for longer than the streams take, it finds them over before it can
     disturb them: then it asks for them again.

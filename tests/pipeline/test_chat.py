@@ -1,6 +1,5 @@
 """`penstock chat` on a pseudo-terminal, against the demo pipeline: only a terminal has bracketed
-paste, Ctrl-C and a screen. pexpect is the keyboard,
-pyte the screen."""
+paste, Ctrl-C and a screen. pexpect is the keyboard, pyte the screen."""
 
 import contextlib
 import json

@@ -1,11 +1,10 @@
-"""`make verify SUITE=proxies`: gateways behind a real nginx and a real Caddy, by the configurations
-of deploy/proxy. Not part of `make test`: it needs
-nginx and caddy (apt install nginx caddy; what is missing is left out, and said) and openssl.
+"""`make verify SUITE=proxies`: gateways behind a real nginx and a real Caddy, by the configurations of
+deploy/proxy. Not part of `make test`: it needs nginx and caddy (apt install nginx caddy; what is
+missing is left out, and said) and openssl.
 
 Shows that tokens are not held back, that a stream which waits stays open, that HTTPS, keys, limits
-and errors come through, that bodies are bounded,
-and that clients see a gateway's death as they would without a proxy: a stream is resumed, other
-requests are answered. Addresses, names of files
+and errors come through, that bodies are bounded, and that clients see a gateway's death as they
+would without a proxy: a stream is resumed, other requests are answered. Addresses, names of files
 and the certificate's origin are replaced by the test's own; all else is run as it stands.
 """
 

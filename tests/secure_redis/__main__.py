@@ -1,10 +1,10 @@
 """`make verify SUITE=redis`: the pipeline on a Redis that speaks TLS only and knows a user for each
-stage (deploy/redis/users.acl). Not part of `make test`: it
-needs a redis-server from 7.0 on that is built with TLS (Debian's redis-server is), and openssl.
+stage (deploy/redis/users.acl). Not part of `make test`: it needs a redis-server from 7.0 on that is
+built with TLS (Debian's redis-server is), and openssl.
 
 Shows that the pipeline works so, through the death of a stage, without one refused command; what
-each user can't do; and that a wrong password,
-a certificate of nobody's, and a connection without TLS are refused in one line.
+each user can't do; and that a wrong password, a certificate of nobody's, and a connection without
+TLS are refused in one line.
 """
 
 import json

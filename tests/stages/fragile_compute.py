@@ -7,8 +7,8 @@ disturb it; the steps of a model that drafts take no longer.
 FRAGILE_HANGS: of that token it does not die; its step never ends, as on a device that hangs without an error.
 
 FRAGILE_DRAWS: steps are in flight, as on a device that draws, and one draw of so many is wrong. On
-SIGUSR1 the process then dies like on SIGKILL when it has
-launched a step on one that nobody has read; on SIGUSR2 the device fails there, and computes nothing more.
+SIGUSR1 the process then dies like on SIGKILL when it has launched a step on one that nobody has
+read; on SIGUSR2 the device fails there, and computes nothing more.
 """
 
 import os

@@ -62,9 +62,8 @@ def pool(tmp_path: Path, redis_binary: Path | None) -> Iterator[Deployment]:
 
 @contextmanager
 def leases_end_with_processes(deployment: Deployment) -> Iterator[None]:
-    """A process's entries may be claimed as soon as it is dead: how long a lease is, is not what
-    these tests show. And no sooner: theirs are the product's
-    seconds, which a busy machine needs."""
+    """A process's entries may be claimed as soon as it is dead: how long a lease is, is not what these
+    tests show. And no sooner: theirs are the product's seconds, which a busy machine needs."""
     is_over = threading.Event()
 
     def watch() -> None:
@@ -202,9 +201,8 @@ def test_a_poison_ends_with_one_error_and_takes_nobody_along(pool: Deployment) -
 
 def test_five_deaths_in_a_row_cost_no_sequence_a_token(pool: Deployment) -> None:
     """Each time the successor has begun: what makes progress is nobody's poison, however often its
-    replica dies. Who has steps in flight dies, by SIGKILL or
-    of its device, when one was launched on another that nobody has read. Whoever survives says what
-    all should have come to."""
+    replica dies. Who has steps in flight dies, by SIGKILL or of its device, when one was launched
+    on another that nobody has read. Whoever survives says what all should have come to."""
     client, asked = pool.redis(), [request("kill", number, 160) for number in range(48)]
     in_flight = [(signal.SIGUSR1, -signal.SIGKILL), (signal.SIGUSR2, 1)]  # what it is told, and how it then ends
     submit(client, asked)

@@ -1,6 +1,5 @@
-"""Conversations that hold JSON nested as deep as the interpreter goes, endless numbers or what is
-no JSON: whatever a template does with them, they fail
-alone, and the process that renders stays."""
+"""Conversations that hold JSON nested as deep as the interpreter goes, endless numbers or what is no
+JSON: whatever a template does with them, they fail alone, and the process that renders stays."""
 
 import random
 import sys

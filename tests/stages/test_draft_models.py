@@ -91,9 +91,8 @@ def test_logs_are_the_same(
 def test_a_draft_model_that_is_the_target_is_right(
     line: LineOfStages, expected: dict[str, Any], models: dict[str, DraftModel]
 ) -> None:
-    """Its cache holds what the target's holds, so it draws the same: greedy or not, with penalties
-    and llama.cpp's samplers, and in batches. Where a grammar
-    or a stop string decides, it can't know."""
+    """Its cache holds what the target's holds, so it draws the same: greedy or not, with penalties and
+    llama.cpp's samplers, and in batches. Where a grammar or a stop string decides, it can't know."""
     speculation = speculate(line, proposer_of(line, models["draft"]))
     asked = [each for each in REQUESTS if each.constraint is None and not each.params.stop]
     assert answers(line, *asked) == {each.request_id: expected[each.request_id] for each in asked}

@@ -1,6 +1,5 @@
-"""Whole pipelines that draft, and die amid it: compute twice, and the sampler. Their logs are byte
-for byte those of a pipeline that drafts nothing and that
-nobody disturbs."""
+"""Whole pipelines that draft, and die amid it: compute twice, and the sampler. Their logs are byte for
+byte those of a pipeline that drafts nothing and that nobody disturbs."""
 
 import json
 import re

@@ -1,9 +1,8 @@
 """Whatever happens to any one round trip of any stage, the logs come out byte for byte as if nothing had.
 
 In bf16 on the native kernels: there a sequence's numbers are the same bits in any company, so that
-logprobs can be compared as well.
-PENSTOCK_TEST_EVERY_WRITE=1 disturbs every write with every fault, in minutes; by default some of
-them, each time the same.
+logprobs can be compared as well. PENSTOCK_TEST_EVERY_WRITE=1 disturbs every write with every fault,
+in minutes; by default some of them, each time the same.
 """
 
 import json
@@ -88,9 +87,8 @@ def disturbed(tmp_path_factory: pytest.TempPathFactory, redis_binary: Path | Non
 
 
 def test_the_requests_are_what_the_other_tests_need(disturbed: Disturbed) -> None:
-    """One ends by its length, one with its logprobs, one by a stop string that lies across tokens,
-    one begins with its prompt's logprobs, one is no more,
-    and one is tokens."""
+    """One ends by its length, one with its logprobs, one by a stop string that lies across tokens, one
+    begins with its prompt's logprobs, one is no more, and one is tokens."""
     greedy, seeded, stopped, scored, echoed, tokens = (parse_log(disturbed.logs[each.request_id]) for each in REQUESTS)
     assert len(greedy) == 10 and greedy[-1].finish_reason == "length"
     assert [len(event.logprobs or ()) for event in seeded] == [1] * 8 and len({event.token_id for event in seeded}) > 4

@@ -1,6 +1,5 @@
-"""A replica goes on with what one of another fingerprint began only when no equal one is free; and
-the answer says so. On real Redis, with the demo
-model in bfloat16 and in float32."""
+"""A replica goes on with what one of another fingerprint began only when no equal one is free; and the
+answer says so. On real Redis, with the demo model in bfloat16 and in float32."""
 
 import threading
 from collections.abc import Iterator

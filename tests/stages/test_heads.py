@@ -105,9 +105,8 @@ def eagle(line: LineOfStages, folder: Path) -> Noting:
 def write_linear_head(
     folder: Path, weight: Tensor, norm: Tensor, taps: tuple[int, ...] = (FILES.config["num_hidden_layers"],)
 ) -> Path:
-    """A head that adds a linear function [HIDDEN, 2 * HIDDEN] of the next token and the state to
-    the state, which is the first tap's: what the last
-    layer makes, if nothing else is said."""
+    """A head that adds a linear function [HIDDEN, 2 * HIDDEN] of the next token and the state to the
+    state, which is the first tap's: what the last layer makes, if nothing else is said."""
     layer = {"self_attn.v_proj": weight, "self_attn.o_proj": torch.eye(HIDDEN)} | {
         f"self_attn.{name}_proj": torch.zeros(HIDDEN, 2 * HIDDEN) for name in "qk"
     }

@@ -1,6 +1,5 @@
-"""Ranks in the pipeline: the logs are byte for byte those of one process, with grammars, stop
-strings, penalties, several choices, drafts, preemption, and
-several steps in the stages of a model at once."""
+"""Ranks in the pipeline: the logs are byte for byte those of one process, with grammars, stop strings,
+penalties, several choices, drafts, preemption, and several steps in the stages of a model at once."""
 
 import os
 import subprocess

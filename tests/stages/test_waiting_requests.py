@@ -41,8 +41,8 @@ def run(client: "redis.Redis", fill: Callable[[Any], Any]) -> Any:
 
 class Waiting(RuleBasedStateMachine):
     """A group that reads at its own pace, and gateways that end what has waited for too long: each
-    request is the one's or the other's, and Redis knows
-    how many wait while nobody has any: that wakes the first replica."""
+    request is the one's or the other's, and Redis knows how many wait while nobody has any: that
+    wakes the first replica."""
 
     def __init__(self) -> None:
         super().__init__()

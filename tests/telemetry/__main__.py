@@ -4,10 +4,10 @@ Prometheus, an OTLP collector; some four minutes.
     python -m tests.telemetry [rules] [traces] [batches] [metrics]
 
 rules: alerts fire for what they are about, by promtool. traces: a request whose compute replica is
-killed in the middle is one trace. batches: so is each
-line of a batch whose worker is killed. metrics: a pipeline under load, two gateways, replicas
-killed, scraped by Prometheus (Debian's package): every
-expression of the dashboard and of the alerts is evaluated, and counts are compared with what clients counted.
+killed in the middle is one trace. batches: so is each line of a batch whose worker is killed.
+metrics: a pipeline under load, two gateways, replicas killed, scraped by Prometheus (Debian's
+package): every expression of the dashboard and of the alerts is evaluated, and counts are compared
+with what clients counted.
 """
 
 import sys

@@ -165,9 +165,8 @@ def scraping(deployment: Deployment, folder: Path) -> Iterator[Prometheus]:
 
 
 async def load(deployment: Deployment, prometheus: Prometheus) -> Client:
-    """Clients at both gateways, and a batch whose worker is killed; meanwhile one compute replica
-    is, too, and comes back under the same name: its counters
-    begin again."""
+    """Clients at both gateways, and a batch whose worker is killed; meanwhile one compute replica is,
+    too, and comes back under the same name: its counters begin again."""
     client, deadline = Client(deployment), time.monotonic() + LOAD_S
     clients = [asyncio.create_task(client.ask_until(number, deadline)) for number in range(NUM_CLIENTS)]
     batch = asyncio.create_task(asyncio.to_thread(batches.run, deployment, lambda: check_nobody_works(prometheus)))

@@ -1,11 +1,11 @@
-"""A step in flight, under random arrivals, ends, cancels, preemptions and decisions, on a device
-that draws wrongly at times, with drafts that are right,
-wrong, partly right and too many: what compute sends is right.
+"""A step in flight, under random arrivals, ends, cancels, preemptions and decisions, on a device that
+draws wrongly at times, with drafts that are right, wrong, partly right and too many: what compute
+sends is right.
 
 The device is a model of the cache's content: what is written where, on which tokens. Its logits
-follow from what is there, so a row that was computed on a
-wrong token, or over blocks that are another's, has other logits. What lands is compared with the
-same request computed alone, from its tokens.
+follow from what is there, so a row that was computed on a wrong token, or over blocks that are
+another's, has other logits. What lands is compared with the same request computed alone, from its
+tokens.
 """
 
 import hashlib

@@ -2,9 +2,8 @@
 for all strategies: the invariants hold after every step.
 
 Decisions are taken within the step, or come later: then sequences run ahead of them, and what was
-foreseen may come otherwise. A model of the
-cache's content runs along: what is written where. So a block that is shared, evicted or copied
-wrongly is seen as a wrong token.
+foreseen may come otherwise. A model of the cache's content runs along: what is written where. So a
+block that is shared, evicted or copied wrongly is seen as a wrong token.
 """
 
 import hashlib

@@ -1,6 +1,5 @@
 """CPU stages start without torch: the import contracts see our own imports, this test also those of
-the libraries. And compute imports it when its settings
-are good."""
+the libraries. And compute imports it when its settings are good."""
 
 import os
 import subprocess

@@ -52,9 +52,8 @@ class BodyReader:
 
     @asynccontextmanager
     async def receiving(self, request: Request) -> AsyncIterator[bytes]:
-        """The request's body, plain, and counted as long as it is worked on. Raises Invalid (400,
-        408 for one that comes too slowly, 413, 415), Rejected (503)
-        while others take all memory."""
+        """The request's body, plain, and counted as long as it is worked on. Raises Invalid (400, 408
+        for one that comes too slowly, 413, 415), Rejected (503) while others take all memory."""
         decoder, data = decoder_for(request.headers.get("content-encoding", ""), self.max_body_bytes), bytearray()
         try:
             async with asyncio.timeout(self.timeout_s):

@@ -2,8 +2,7 @@
 terminal, drawn while it comes.
 
 What is drawn grows at its end, so of each drawing only the lines that differ from the last are
-written, in one go: nothing flickers, and what has
-scrolled away is not touched.
+written, in one go: nothing flickers, and what has scrolled away is not touched.
 """
 
 import math

@@ -1,6 +1,6 @@
 """The server that a chat talks to, over HTTP: its models, and its answers as they stream. Any that
-speaks Chat Completions will do; an answer of
-Penstock's goes on where a connection broke off (docs/use/chat.md, Streams)."""
+speaks Chat Completions will do; an answer of Penstock's goes on where a connection broke off
+(docs/use/chat.md, Streams)."""
 
 import json
 import os

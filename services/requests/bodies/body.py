@@ -30,8 +30,8 @@ ANYTHING: tuple[Any, ...] = ("anything",)
 REFUSED: tuple[Any, ...] = ()
 
 # What llama.cpp's own endpoints and OpenAI's take alike. Not in it are samplers, repeat_last_n,
-# min_keep, n_indent, t_max_predict_ms: its clients send
-# them with every request, so they are passed over, and named
+# min_keep, n_indent, t_max_predict_ms: its clients send them with every request, so they are passed
+# over, and named
 OF_LLAMA_CPP: Table = {
     "cache_prompt": ANYTHING,
     "grammar_lazy": (False,),

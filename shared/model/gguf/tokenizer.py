@@ -114,8 +114,7 @@ def make_tokenizer(head: GgufHead) -> dict[str, Any]:
 
 def make_tokenizer_config(head: GgufHead) -> dict[str, Any]:
     """The file's tokenizer_config.json: special tokens, and the chat template if there is one, with
-    those that have names of
-    their own."""
+    those that have names of their own."""
     tokens = head.items("tokenizer.ggml.tokens", str)
     config: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
     for name, key in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding")):

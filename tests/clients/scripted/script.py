@@ -1,8 +1,7 @@
 """The scripted model says the next turn of the script whose phrase is in the conversation.
 
-A script is a JSON file:
-{"tasks": [{"phrase": "a phrase of the user's", "turns": [{"call": "read", "arguments": {...}},
-{"say": "It holds {found}."}], "find": "a regex"}],
+A script is a JSON file: {"tasks": [{"phrase": "a phrase of the user's", "turns": [{"call": "read",
+"arguments": {...}}, {"say": "It holds {found}."}], "find": "a regex"}],
  "otherwise": "..."}
 """
 

@@ -2,12 +2,11 @@
 wheel brings NVIDIA's assembler.
 
 Each launch of the backend is compiled instead of run. Prints shared memory, registers, spilled
-bytes, and the matrix instruction. Fails where one does not
-compile, takes more shared memory than the architecture has, or (FP8) leaves longer sums to tensor
-cores than it says; where the draw's products may be fused
-with sums; where tiles of one form leave their sums of floats to other instructions, or add and
-multiply otherwise what follows; where FP8 is not refused on a
-device that lacks it; and where a step compiles what a server's first steps have not.
+bytes, and the matrix instruction. Fails where one does not compile, takes more shared memory than
+the architecture has, or (FP8) leaves longer sums to tensor cores than it says; where the draw's
+products may be fused with sums; where tiles of one form leave their sums of floats to other
+instructions, or add and multiply otherwise what follows; where FP8 is not refused on a device that
+lacks it; and where a step compiles what a server's first steps have not.
 
     python -m tests.kernels.cuda.compiled [80 89 90]
 """

@@ -1,6 +1,6 @@
 """Ranks on the GPU's backend, in Triton's interpreter: processes that exchange columns through
-torch.distributed, as GPUs do. This is a rank that is not the
-first: python -m tests.kernels.cuda.ranks PORT RANK SIZE FOLDER QUANTIZATION"""
+torch.distributed, as GPUs do. This is a rank that is not the first: python -m
+tests.kernels.cuda.ranks PORT RANK SIZE FOLDER QUANTIZATION"""
 
 import os
 import subprocess

@@ -58,9 +58,8 @@ def test_tokens_are_the_same_with_a_step_in_flight(model: Path) -> None:
 
 
 def test_short_steps_are_recorded_by_bucket_and_filled_in_one_piece(model: Path) -> None:
-    """Three sequences are padded to four. From the second step on, the recording of the first
-    computes them, and what is tapped. Their prompts are short
-    enough for a recording, too."""
+    """Three sequences are padded to four. From the second step on, the recording of the first computes
+    them, and what is tapped. Their prompts are short enough for a recording, too."""
     backend = CudaBackend(torch.float32, CPU)
     loaded, plain = LoadedModel(model, backend), LoadedModel(model, FLOAT32)
     for each in (loaded, plain):
@@ -89,9 +88,9 @@ def test_tokens_with_drafts_are_recorded_and_have_the_bits_of_steps_of_one(
 
 
 def check_drafts(model: Path, monkeypatch: pytest.MonkeyPatch, *, longest: int) -> None:
-    """Rows of one token, of some, and of more than a tile's eight queries; over more than one
-    range, and over more than there are programs. Where the steps
-    of one kind differ, one recording computes them, and where nothing is recorded the bits are the same."""
+    """Rows of one token, of some, and of more than a tile's eight queries; over more than one range,
+    and over more than there are programs. Where the steps of one kind differ, one recording
+    computes them, and where nothing is recorded the bits are the same."""
     monkeypatch.setattr(attention_module, "RANGE", 64)
     monkeypatch.setattr(attention_module, "SPLITS", 1)
     monkeypatch.setattr(attention_module, "ROWS", 16)  # eight queries

@@ -158,8 +158,8 @@ def test_nothing_of_a_step_waits_for_the_device(tmp_path: Path, launches: list[s
 @pytest.mark.usefixtures("launches")
 def test_memory_is_set_aside_for_all_recordings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """After the largest a device has 1,000 bytes less, after six more nothing less, for the driver
-    takes memory by chunks: for each of the other 21 a sixth of
-    one. There are eleven sizes, each with holes and without. The model's layers rotate in two ways."""
+    takes memory by chunks: for each of the other 21 a sixth of one. There are eleven sizes, each
+    with holes and without. The model's layers rotate in two ways."""
     ropes = {"rope_parameters": {"full_attention": LINEAR_ROPE, "sliding_attention": LOCAL_ROPE}}
     more = {"sliding_window": 12, "layer_types": ["sliding_attention", "full_attention"], "num_hidden_layers": 2}
     reference_model("gemma3", tmp_path, config=Gemma3TextConfig(**SIZES | more, **ropes))

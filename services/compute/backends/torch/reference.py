@@ -301,13 +301,12 @@ def paged_attention(
     """softmax(cap * tanh(scale * q . k / cap)) v over the paged cache, in float32, for some tokens
     of each of n sequences.
 
-    q: [n, tokens, heads, head_dim]; kv: as in write_kv; block_tables: [n, blocks] int64,
-    padded with any valid block; block_lens: [n, blocks] int64: of each block, how many of its
-    positions are read; positions: of the queries, and the last that each sees, [n, tokens] int64;
-    window: how many tokens back each sees, itself included; sinks: [heads] float32, one more score
-    in each softmax, without a
-    value (Xiao et al., "Efficient Streaming Language Models with Attention Sinks", 2023). Returns
-    q's shape.
+    q: [n, tokens, heads, head_dim]; kv: as in write_kv; block_tables: [n, blocks] int64, padded
+    with any valid block; block_lens: [n, blocks] int64: of each block, how many of its positions
+    are read; positions: of the queries, and the last that each sees, [n, tokens] int64; window: how
+    many tokens back each sees, itself included; sinks: [heads] float32, one more score in each
+    softmax, without a value (Xiao et al., "Efficient Streaming Language Models with Attention
+    Sinks", 2023). Returns q's shape.
 
     Keys are taken a range at a time, from position 0 on, with a running maximum, sum and output for
     each query (Milakov and Gimelshein 2018, "Online normalizer calculation for softmax"), and the

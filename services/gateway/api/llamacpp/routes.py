@@ -158,8 +158,7 @@ async def embedding(request: Request) -> Response:
 @router.get("/slots")
 async def slots(request: Request, model: str | None = None, fail_on_no_slot: bool = False) -> list[Json]:
     """The places in the model's steps, as its replicas announced them last; of what runs in them
-    nothing is shown. Raises Rejected (503) where none is free
-    and the client asks for that."""
+    nothing is shown. Raises Rejected (503) where none is free and the client asks for that."""
     context, name = context_of(request).named(model)
     found: list[Json] = []
     for replica in context.stage.registry.of("compute", name):

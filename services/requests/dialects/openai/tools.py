@@ -30,8 +30,7 @@ TAKES_TEXT: dict[str, Any] = {
     "required": [INPUT],
 }  # a custom tool's function
 # Types of tools that a server would run, and without which the answer is to another question:
-# others, such as web_search,
-# are added by agents of themselves
+# others, such as web_search, are added by agents of themselves
 OF_THE_CLIENTS_OWN = ("mcp", "mcp_toolset", "file_search")
 NO_ARGUMENTS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 
@@ -318,8 +317,8 @@ def text_parameters(tools: Sequence[Tool | CustomTool]) -> list[str]:
 
 def pass_over_hosted(kinds: Mapping[str, Any]) -> None:
     """Pass over tools that another API's servers run; of each, by its place in the body, its type.
-    Raises Invalid for one
-    that brings data or programs of the client's own, and for any with --strict-fields."""
+    Raises Invalid for one that brings data or programs of the client's own, and for any with
+    --strict-fields."""
     for place, kind in kinds.items():
         if kind in OF_THE_CLIENTS_OWN:
             refuse_server_tool(place, str(kind))

@@ -2,9 +2,9 @@
 gateway reads both, and both live equally long.
 
 What is kept of the request is the whole conversation, so that going on with it needs the response
-before, and none of those before that. Of a chain of
-responses only the last two keep it: the items of the others are the beginning of what their
-successor keeps, and so they name that. A successor outlives them.
+before, and none of those before that. Of a chain of responses only the last two keep it: the items
+of the others are the beginning of what their successor keeps, and so they name that. A successor
+outlives them.
 """
 
 import asyncio

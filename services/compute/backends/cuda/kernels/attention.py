@@ -214,11 +214,10 @@ def attend_range(
     DIM: tl.constexpr,
     HAS_CAP: tl.constexpr,
 ):
-    """Keys of [first, last), each a multiple of KEYS; [0, end) exist. q: [ROWS, DIM];
-    table, lens: of the sequence, see `attend`; positions: [ROWS]; lasts: [ROWS], the last that each sees; window: how
-    many each sees before itself, and itself. Returns each row's largest score, sum of weights, and
-    weighted sum of values:
-    [ROWS], [ROWS], [ROWS, DIM] float32."""
+    """Keys of [first, last), each a multiple of KEYS; [0, end) exist. q: [ROWS, DIM]; table, lens: of
+    the sequence, see `attend`; positions: [ROWS]; lasts: [ROWS], the last that each sees; window:
+    how many each sees before itself, and itself. Returns each row's largest score, sum of weights,
+    and weighted sum of values: [ROWS], [ROWS], [ROWS, DIM] float32."""
     largest = tl.full([ROWS], float("-inf"), tl.float32)
     mass = tl.zeros([ROWS], tl.float32)
     total = tl.zeros([ROWS, DIM], tl.float32)

@@ -425,9 +425,9 @@ def finish_product(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """Finish sums from elsewhere as `multiply` finishes its own: product [num_parts,
-    num_rows, n], or [num_parts, num_rows, 2 n] with a gate, int32 or float; a scale for each row
-    and column, or none."""
+    """Finish sums from elsewhere as `multiply` finishes its own: product [num_parts, num_rows, n], or
+    [num_parts, num_rows, 2 n] with a gate, int32 or float; a scale for each row and column, or
+    none."""
     rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     columns = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     total = read_product(
