@@ -4,8 +4,8 @@ caches, the time to the first token, and how evenly they work.
 Method: `penstock up` and more compute replicas beside it, with a thread each. Users talk at the
 same time, each with pauses: a conversation begins with one of a few system prompts, and every turn
 repeats all before it. The same users talk to one replica alone; to several with affinity; and to
-several that read one stream, whoever is free. Then prompts that have nothing in common come at
-random times, with affinity and without.
+several that read one stream, where any free one takes the next prompt. Then prompts that have
+nothing in common come at random times, with affinity and without.
 
     python -m bench.affinity --model FILE_OR_FOLDER [--replicas 2] [--users 8] [--turns 5] [--words 150]
 """

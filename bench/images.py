@@ -1,5 +1,5 @@
 """The cost of images: requests/s and TTFT of chats about images, beside the same chats without, and
-what others' streams notice of it.
+the pauses of other streams meanwhile.
 
 Method: --num-requests chats at once, streamed, greedy, end tokens ignored, about --num-images
 different images (gradients and noise, JPEG), each a few times. Four turns: without images; with

@@ -1,5 +1,5 @@
-"""What does a watcher of the live view cost? A compute replica's CPU time for a view, and the time
-of its steps with and without one.
+"""What does a watcher of the live view cost? It measures a compute replica's CPU time for a
+view, and the time of its steps with and without a watcher.
 
 Method: the largest view there can be (64 sequences, 256 blocks each, scattered) is made and
 encoded; the process's CPU time of one, the best of REPEATS. Then the demo model runs NUM_SEQUENCES

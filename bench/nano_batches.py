@@ -189,8 +189,8 @@ def on_one_core(work: Callable[[], None], count: int, start: threading.Barrier) 
 
 
 def measure(shape: Shape, sequences: int, context: int, rounds: int) -> tuple[float, float, dict[str, float]]:
-    """Seconds of a layer with both cores on each kernel, and with a core for each kind of work; and
-    of the parts on both and on one core.
+    """Return a layer's seconds with both cores on each kernel, and with a core for each kind of work;
+    and the seconds of its parts on both cores and on one.
     """
     backend, count = choose_backend(torch.bfloat16, torch.device("cpu")), 20
     whole = {

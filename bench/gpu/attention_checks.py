@@ -202,8 +202,8 @@ def check_holes(backend: CudaBackend, heads: Heads, lens: tuple[int, ...], last:
 
 
 def check_spans(backend: Backend, heads: Heads, window: int | None, kv_group: int = 0) -> Check:
-    """Tokens of which some see all of a span that ends behind them: an image's. In one step, and in
-    one for each span and for what is between them.
+    """Check tokens that see a whole span, an image's, beyond their own position: in one step, and in
+    one step for each span and for the tokens between two.
     """
     dtype, device, dim, num_kv_heads = backend.dtype, backend.device, heads.head_dim, heads.num_kv_heads
     attention, spans, context = backend.make_attention(heads), [(5, 21), (40, 105), (105, 110)], 130

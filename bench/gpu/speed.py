@@ -370,8 +370,8 @@ def cache_block_bytes(backend: CudaBackend, shape: Shape) -> int:
 
 
 def room_for_blocks(backend: CudaBackend, shape: Shape) -> int:
-    """As many blocks as fit into most of the memory that nobody holds. What the model before this
-    one held is torch's until it is told to give it back.
+    """Return how many blocks fit into most of the free memory. torch keeps the memory of the model
+    before this one until it is told to give it back.
     """
     gc.collect()
     torch.cuda.empty_cache()

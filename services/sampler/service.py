@@ -139,9 +139,9 @@ class SamplerService:
                         self.forget((step.compute_id, row.handle), "failed" if row.outcome is None else "finished")
         except (RedisError, OSError, Recoverable):
             raise
-        # a mistake in this message, or of ours with it: compute asks again, and gives the request
-        # up in the end
         except Exception as error:
+            # the message is wrong, or the sampler has a bug: compute asks again, and at last gives the
+            # request up
             log.exception("a step can't be answered", compute_id=step.compute_id)
             for handle in step.handles.tolist():  # some may be ahead of their logs by now
                 self.forget((step.compute_id, handle), "failed")
