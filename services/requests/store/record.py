@@ -14,7 +14,7 @@ import redis.asyncio
 from msgspec import structs
 
 from services.requests.store.tenants.tenant import Tenant
-from services.requests.text.parsing.answer import Parsing
+from shared.model.parsing.answer import Parsing
 from shared.model.sampling_params import SEEDS, SamplingParams
 from shared.process.errors import Invalid
 from shared.process.telemetry import get_logger
