@@ -2,7 +2,6 @@
 end when the client goes away."""
 
 import asyncio
-import time
 from collections.abc import AsyncIterator, Callable
 from typing import Any, TypeVar
 
@@ -135,7 +134,7 @@ class Responder:
 
     def _timings(self, index: int) -> dict[str, Any]:
         """The field of an answer, where it is asked for, of one of its choices."""
-        return {"timings": timings(self.choices[index], self.measured.timelines[index])} if self.has_timings else {}
+        return {"timings": timings(self.choices[index], self.measured)} if self.has_timings else {}
 
     @property
     def _is_over(self) -> bool:
@@ -197,9 +196,9 @@ class Responder:
                 encoded, failure = self._encode(batch, positions, joins=is_behind) if batch else (self._ping(), None)
             if batch and unopened:  # with the first tokens: clients take it for the first
                 encoded, unopened = self._openings(unopened, batch[0][1]) + encoded, []
-            given_at = time.monotonic()
+            given_at = self.measured.clock.monotonic()
             yield encoded
-            is_behind = time.monotonic() - given_at > BEHIND_S
+            is_behind = self.measured.clock.monotonic() - given_at > BEHIND_S
             if failure is not None or self._is_over:
                 break
             try:

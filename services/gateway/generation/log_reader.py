@@ -5,7 +5,6 @@ restarted, and one that came back empty.
 """
 
 import asyncio
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -53,14 +52,14 @@ class LogReader:
     async def run(self) -> None:
         """Run until cancelled. Read sequences with a gap at once, and silent ones at every
         interval."""
-        subscriptions = self.subscriptions
-        looked_at = time.monotonic()
+        subscriptions, clock = self.subscriptions, self.subscriptions.clock
+        looked_at = clock.monotonic()
         while True:
             try:
-                async with asyncio.timeout(max(0.0, looked_at + self.interval_s - time.monotonic())):
+                async with asyncio.timeout(max(0.0, looked_at + self.interval_s - clock.monotonic())):
                     await subscriptions.read_logs.wait()
             except TimeoutError:
-                looked_at = time.monotonic()
+                looked_at = clock.monotonic()
             subscriptions.read_logs.clear()
             behind, subscriptions.behind = subscriptions.behind, set()
             try:
@@ -76,7 +75,7 @@ class LogReader:
 
     def _due(self, behind: set[Subscription]) -> Iterator[tuple[Subscription, str]]:
         """The sequences to read: those that are behind or silent."""
-        silent_since = time.monotonic() - self.interval_s
+        silent_since = self.subscriptions.clock.monotonic() - self.interval_s
         for subscription in self.subscriptions.all():
             if subscription.has_failed or not subscription.is_submitted:
                 continue
@@ -141,7 +140,7 @@ class LogReader:
         before = subscription.positions[request_id], request_id in subscription.unfinished
         for event in found.events:
             subscription.offer(event)
-        subscription.heard_at[request_id] = time.monotonic()
+        subscription.heard_at[request_id] = self.subscriptions.clock.monotonic()
         if found.is_whole_page:
             self.subscriptions.catch_up(subscription)
         return before != (subscription.positions[request_id], request_id in subscription.unfinished)

@@ -7,7 +7,6 @@ the request.
 """
 
 import asyncio
-import time
 from typing import Any
 
 import redis.asyncio
@@ -15,6 +14,7 @@ import redis.asyncio
 from services.requests.errors import NO_REPLICA
 from services.requests.store.admission.known import KnownReplicas
 from services.requests.store.client import persist
+from shared.process.clock import SYSTEM_CLOCK, Clock
 from shared.process.telemetry import get_logger
 from shared.wire.messages import RequestError, TokenEvent
 from shared.wire.streams import GroupStream, prompts, requests
@@ -30,11 +30,14 @@ MOST = 64  # in a round trip
 class Unattended:
     """Watches the streams of models that have no tokenizer or no compute."""
 
-    def __init__(self, known: KnownReplicas, client: "redis.asyncio.Redis", wait_s: float) -> None:
+    def __init__(
+        self, known: KnownReplicas, client: "redis.asyncio.Redis", wait_s: float, clock: Clock = SYSTEM_CLOCK
+    ) -> None:
         """wait_s: how long a request may wait."""
         self.known = known
         self.client = client
         self.wait_s = wait_s
+        self.clock = clock
         self.backoff = Backoff()
         self._missing_since: dict[tuple[str, str], float] = {}  # by stage and model, monotonic, s
 
@@ -48,7 +51,8 @@ class Unattended:
     def overdue(self) -> list[tuple[str, str]]:
         """The stages and models without a replica for longer than a request may wait. Time in which
         this gateway could not see counts for nothing."""
-        now, sight = time.monotonic(), self.known.stage.sight_since
+        now = self.clock.monotonic()
+        sight = self.known.stage.registry.sight_since(now)
         models = {each.model for each in self.known.registry.replicas if each.model is not None}
         missing = {(stage, model) for model in models for stage in self.known.missing(model)}
         self._missing_since = {each: max(self._missing_since.get(each, now), sight) for each in missing}

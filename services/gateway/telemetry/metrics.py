@@ -8,7 +8,6 @@ itself adds up over gateways; what it tells of other replicas, every gateway tel
 
 import asyncio
 import statistics
-import time
 from bisect import bisect_left
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
@@ -25,6 +24,7 @@ from redis.exceptions import RedisError
 
 from services.gateway.telemetry.pipeline_state import PipelineState
 from services.requests.store.batches.figures import BatchFigures
+from shared.process.clock import SYSTEM_CLOCK, Clock
 from shared.process.telemetry import get_logger
 from shared.wire.load import Load
 from shared.wire.messages import RequestError
@@ -138,10 +138,11 @@ class ModelMetrics:
 
 
 class Metrics:
-    def __init__(self, stages: Mapping[str, Stage]) -> None:
+    def __init__(self, stages: Mapping[str, Stage], clock: Clock = SYSTEM_CLOCK) -> None:
         """stages: this gateway's, by cell, home first."""
         disable_created_metrics()  # type: ignore[no-untyped-call]
         self.stages = stages
+        self.clock = clock
         self.registry = CollectorRegistry()
         self.success = self._counter(
             "request_success",
@@ -248,11 +249,11 @@ class Metrics:
     def first_token(self, figures: ModelMetrics, seconds: float) -> None:
         """A sequence's first token came so long after its submission."""
         figures.ttft.observe(seconds)
-        self._ttfts.append((time.monotonic(), seconds))
+        self._ttfts.append((self.clock.monotonic(), seconds))
 
     def load(self) -> Load:
         """Figures for the registry, where penstock status reads them. Safe from any thread."""
-        since = time.monotonic() - RECENT_S
+        since = self.clock.monotonic() - RECENT_S
         recent = [seconds for at, seconds in list(self._ttfts) if at > since]
         return Load(output_tokens=self.num_output_tokens, ttft_s=statistics.median(recent) if recent else None)
 

@@ -94,7 +94,7 @@ class LlamaResponder(Responder):
             "truncated": False,
             "stop_type": ("word" if word else "eos") if has_stopped else "limit",
             "stopping_word": word,
-            "timings": timings(choice, self.measured.timelines[choice.index]),
+            "timings": timings(choice, self.measured),
             **probabilities(logprobs),
         }
         return picked(answer, self.body.response_fields) if self.body.response_fields else answer
