@@ -11,8 +11,9 @@ from shared.model.wire_struct import WireStruct
 from shared.wire.load import Load
 
 
-class Replica(WireStruct, frozen=True):
-    """A live process, as it announces itself in the registry."""
+class Replica(WireStruct, frozen=True, forbid_unknown_fields=False):
+    """A live process, as it announces itself in the registry. A reader passes over further fields, which
+    a newer version may write: stages of two versions meet during an upgrade."""
 
     stage: str
     replica_id: str
