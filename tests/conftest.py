@@ -1,5 +1,6 @@
 """Fixtures: a real Redis, the demo pipeline, and the check that nothing is left behind."""
 
+import gc
 import os
 import random
 import sys
@@ -20,6 +21,8 @@ from tests.deployment import Deployment
 from tests.examples import DEFAULT
 from tests.pairwise import covering
 from tests.waiting import wait_until
+
+gc.disable()  # until all is collected: a third of the time of importing torch, transformers and all tests
 
 # Keys that may live for ever; every other must have a TTL once its work is done.
 PERMANENT = {"replicas", "dead-letter"}
@@ -69,6 +72,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             continue
         for number in set(range(len(cases))).difference(chosen):
             cases[number].add_marker("more")
+
+
+def pytest_collection_finish() -> None:
+    gc.enable()
 
 
 def answers(url: str) -> bool:

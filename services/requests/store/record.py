@@ -6,11 +6,9 @@ import time
 import uuid
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgpack
-import redis
-import redis.asyncio
 from msgspec import structs
 
 from services.requests.store.tenants.tenant import Tenant
@@ -20,6 +18,9 @@ from shared.process.errors import Invalid
 from shared.process.telemetry import get_logger
 from shared.wire.messages import decode_record
 from shared.wire.streams import response_key
+
+if TYPE_CHECKING:  # the helper that parses bodies needs no Redis, and each gateway starts it
+    import redis.asyncio
 
 log = get_logger("penstock.gateway")
 

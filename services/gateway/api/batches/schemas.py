@@ -7,9 +7,8 @@ from pydantic import BeforeValidator, Field
 
 from services.requests.bodies.body import Body
 from services.requests.bodies.fields import at_most
-from services.requests.store.batches.store import LONGEST_WINDOW_S
 from shared.process.errors import Invalid
-from shared.wire.streams import FILE_TTL_S
+from shared.wire.streams import FILE_TTL_S, LONGEST_WINDOW_S
 
 SECONDS = {"s": 1, "m": 60, "h": 3600}
 WINDOW = re.compile(r"([1-9]\d{0,5})([smh])")
