@@ -74,7 +74,7 @@ async def working(cells: Cells[GatewayContext], _: FastAPI) -> AsyncIterator[Non
     await shared.bodies.helpers.stop()
     await shared.grammars.helpers.stop()
     await shared.images.helpers.stop()
-    await shared.pipeline.answers.helpers.stop()
+    await shared.pipeline.answer_checker.helpers.stop()
 
 
 @asynccontextmanager

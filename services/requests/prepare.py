@@ -89,9 +89,8 @@ async def prepare(
                 request_id=request_id,
                 gateway_id=gateway_id,
                 model=model,
-                params=choice_params(
-                    params, intent.seed, choice
-                ),  # with a seed, it does not depend on the other prompts
+                # with a seed, they do not depend on the other prompts
+                params=choice_params(params, intent.seed, choice),
                 messages=messages,
                 created_at=now,
                 scheduling=structs.replace(draft.scheduling, deadline_at=deadline_at, group_id=group_id),

@@ -219,9 +219,8 @@ class SequenceIntro(WireStruct, frozen=True):
     tokenized_at: float = 0.0  # wall clock, s
     scheduled_at: float = 0.0  # the same, by the compute replica that introduces it
     fingerprint: str = ""  # of that replica
-    prediction_token_ids: Int32Array = field(
-        default_factory=lambda: np.zeros(0, np.int32)
-    )  # as TokenizedRequest has them
+    # as TokenizedRequest has them
+    prediction_token_ids: Int32Array = field(default_factory=lambda: np.zeros(0, np.int32))
 
 
 class StepCandidates(WireStruct, frozen=True):

@@ -1,6 +1,7 @@
 """BlockManager: which sequence has which blocks of the KV cache. The tensors are kv_cache.py's.
 
-A block is held by the sequences in whose tables it is (its reference count), or it is free. A full
+A block is held by the sequences in whose tables it is (its reference count), or it is free. `grow` and
+`adopt` take free blocks, `share`, `fork` and `reuse` hold blocks that are there, `free` gives back. A full
 block whose KV is written is also offered to the prefix cache, under a hash of its tokens chained to
 its parent's. It stays there when no sequence holds it any more, until its place is needed: such blocks
 count as free, and are evicted in the order in which they were released. A block that is cached or held

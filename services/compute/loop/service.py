@@ -330,7 +330,7 @@ class ComputeService:
             self.handle_control(message)
         self.admitter.admit(inbox.prompts, inbox.dead)
         self.admitter.steal()
-        for sequence, error in self.admitter.open():
+        for sequence, error in self.admitter.queue_compiled():
             self.cancel(self.active[sequence.handle], error)
         for sequence in self.scheduler.waiting.expired(self.wall_clock()):
             self.cancel(self.active[sequence.handle], TIMEOUT_ERROR)

@@ -87,9 +87,8 @@ class LogReader:
         unheard = set()
         for start in range(0, len(due), CHUNK):
             chunk = due[start : start + CHUNK]
-            positions = [
-                subscription.positions[request_id] for subscription, request_id in chunk
-            ]  # events may come while we wait for the replies
+            # events may come while we wait for the replies
+            positions = [subscription.positions[request_id] for subscription, request_id in chunk]
             replies = await self._ask(chunk)
             for number, (subscription, request_id) in enumerate(chunk):
                 if int(replies[4 * number + 3] or 0) > subscription.generation:  # before its log is decoded

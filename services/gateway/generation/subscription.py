@@ -31,8 +31,8 @@ class ResponseFailed(Exception):
 
 
 class Subscription:
-    """The sequences of one response, each from its position on, for the reader of this
-    generation."""
+    """The sequences of one response, each from its position on, for one reader. `generation`: how many
+    times the response was taken over before this reader had it."""
 
     def __init__(
         self,

@@ -54,9 +54,8 @@ class Subscriptions:
         self._last_id = "0-0"
         self._control_id = ""  # of the last control message that was read; empty: not known yet
         self._connection = OwnConnection(client)  # for the reads
-        self._garbage: deque[tuple[str, dict[bytes, bytes], Exception]] = deque(
-            maxlen=1000
-        )  # on its way to the dead letters
+        # on its way to the dead letters
+        self._garbage: deque[tuple[str, dict[bytes, bytes], Exception]] = deque(maxlen=1000)
         self._read_at = self.clock.monotonic()
         self._trimmed_at = 0.0
 

@@ -1,7 +1,7 @@
 """The page /metrics: this gateway's own counts and times here, and the pipeline's
 state (pipeline_state.py).
 
-Names are vLLM's where the meaning is the same, with our prefix; docs/operate/observe.md has them all. A
+Names are vLLM's where the meaning is the same, with our prefix; docs/reference/metrics.md has them all. A
 request here is a sequence: a response has one for each prompt and choice. What a gateway counts
 itself adds up over gateways; what it tells of other replicas, every gateway tells, by `replica`.
 """

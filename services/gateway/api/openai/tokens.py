@@ -10,7 +10,7 @@ from fastapi import APIRouter, Request
 
 from services.gateway.answering.ask import ask_each, ask_tokenizer, question
 from services.gateway.answering.infill import infilled
-from services.gateway.api.openai.tokenize import ContentBody, DetokenizeBody, TokenizeBody
+from services.gateway.api.openai.token_schemas import ContentBody, DetokenizeBody, TokenizeBody
 from services.gateway.context import GatewayContext, context_of
 from services.gateway.http.docs import takes
 from services.requests.dialects.openai.schemas import ChatCompletionBody, CompletionBody, GenerateBody

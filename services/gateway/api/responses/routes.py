@@ -45,9 +45,8 @@ async def create(request: Request) -> Response:
     )
     events = ResponseEvents(record, body.asked(requests[0].params))
     if body.background:
-        leave = (
-            context.reading.follow(context.tenant.tenant_id) if body.stream else None
-        )  # before it is submitted: who is refused has begun nothing
+        # before it is submitted: who is refused has begun nothing
+        leave = context.reading.follow(context.tenant.tenant_id) if body.stream else None
         try:
             await context.pipeline.submit_unread(context.caller, record, requests, content)
         except BaseException:
@@ -227,6 +226,5 @@ async def _fits(context: GatewayContext, body: ResponseBody, before: list[Json],
         structs.replace(request, params=structs.replace(request.params, max_tokens=0)),
     )
     longest, wanted = found["max_model_len"], body.max_output_tokens or 1
-    return bool(
-        found["count"] + (wanted if wanted < longest else 1) <= longest
-    )  # more than the model's length is cut to what is left
+    # more than the model's length is cut to what is left
+    return bool(found["count"] + (wanted if wanted < longest else 1) <= longest)
