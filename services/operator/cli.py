@@ -170,9 +170,8 @@ def build_parser() -> argparse.ArgumentParser:
         "--seed", type=whole_number, default=0, metavar="N", help="seed of the random numbers (default: %(default)s)"
     )
     add_force(make)
-    for (
-        command
-    ) in commands.choices.values():  # up, serve and simulate hand what they don't know to parsers of their own
+    # up, serve and simulate hand what they don't know to parsers of their own
+    for command in commands.choices.values():
         command.set_defaults(parser=command if command.add_help else None)
     serve.set_defaults(parser=None)
     return parser
