@@ -69,9 +69,8 @@ class BatchRun:
         self.is_answering = False  # else it looks at files, and is best left to finish
         self.done = Totals()  # of the parts
         self.found = 0  # lines that were answered when this run began
-        self.num_reported = (
-            0  # answered lines in the batch's record, including those that this run has yet to read again
-        )
+        # answered lines in the batch's record, including those that this run has yet to read again
+        self.num_reported = 0
         self.blocks = OpenBlocks(runtime.storage, batch_id, runtime.unique_id)
         self.in_flight: dict[str, Asked] = {}  # by response
         self.spans: BatchSpans | None = None
@@ -182,9 +181,8 @@ class BatchRun:
         if batch is None:
             return False  # a Redis that is being restored may need the batch's folder
         if not batch.is_running:
-            await asyncio.to_thread(
-                self.runtime.storage.remove, inputs.folder_of(self.batch_id)
-            )  # of one that ended while its worker died
+            # of one that ended while its worker died
+            await asyncio.to_thread(self.runtime.storage.remove, inputs.folder_of(self.batch_id))
             return False
         if batch.num_begun >= MAX_BEGUN:
             await self._fail(
@@ -213,9 +211,8 @@ class BatchRun:
                 return False
             index = [0]  # it never began
         parts = await asyncio.to_thread(output.find_parts, self.runtime.storage, self.batch_id)
-        await asyncio.to_thread(
-            self.runtime.storage.remove, output.spool_folder(self.batch_id)
-        )  # by a run that was cut off
+        # by a run that was cut off
+        await asyncio.to_thread(self.runtime.storage.remove, output.spool_folder(self.batch_id))
         self.done = sum((output.totals_of(name) for name in parts.values()), Totals())
         missing = [number for number in range(len(index) - 1) if number not in parts]
         self.is_answering = bool(missing)
@@ -283,9 +280,8 @@ class BatchRun:
                         continue
                     await self._enter(batch, begun)
                     task = group.create_task(self._answer(batch, block, place, line, begun))
-                    task.add_done_callback(
-                        partial(self._leave, len(begun.requests))
-                    )  # also of one that is cancelled before it begins
+                    # also of one that is cancelled before it begins
+                    task.add_done_callback(partial(self._leave, len(begun.requests)))
 
     async def _enter(self, batch: Batch, asked: Asked) -> None:
         """Take the slots and submit: one line at a time, and again while the server is full, or the
@@ -428,9 +424,8 @@ class BatchRun:
         parts = await asyncio.to_thread(output.find_parts, storage, self.batch_id)
         if len(parts) < num_blocks:
             return True
-        self.done = sum(
-            (output.totals_of(name) for name in parts.values()), Totals()
-        )  # what is counted is what is written
+        # what is counted is what is written
+        self.done = sum((output.totals_of(name) for name in parts.values()), Totals())
         made: dict[str, str] = {}
         for kind, mark in (("output", output.COMPLETED), ("error", output.FAILED)):
             file_id = f"file-{hashlib.blake2b(f'{self.batch_id}/{kind}'.encode(), digest_size=12).hexdigest()}"

@@ -115,9 +115,8 @@ def backlog_of(max_connections: int) -> int:
     """How many connections may wait to be accepted. They are accepted all at once: more than there
     are files for would stop the accepting for a second."""
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return max(
-        LEAST_BACKLOG, min(BACKLOG, (limit - 3 * max_connections - OTHER_FILES) // 2)
-    )  # 3: twice as many that are answered, and as many handshakes
+    # 3: twice as many that are answered, and as many handshakes
+    return max(LEAST_BACKLOG, min(BACKLOG, (limit - 3 * max_connections - OTHER_FILES) // 2))
 
 
 class DrainingServer(uvicorn.Server):

@@ -76,9 +76,8 @@ class ResponseMeter:
         self._heard_at = self._heard_at or self.clock.wall()
         if event.num_prompt_tokens:  # an end that a gateway wrote does not know it
             clock.num_prompt_tokens, clock.num_cached_tokens = event.num_prompt_tokens, event.num_cached_tokens
-        if (
-            event.token_id is not None and event.position > clock.position
-        ):  # one that is read again, to be parsed, has been counted
+        # one that is read again, to be parsed, has been counted
+        if event.token_id is not None and event.position > clock.position:
             clock.position = event.position
             self._token(clock)
         if event.finish_reason is not None and clock.finish_reason is None:

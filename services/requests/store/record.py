@@ -70,9 +70,8 @@ class ResponseRecord:
     traceparent: str = ""  # of its trace; empty: it has none
     resume_within_s: float = 0.0  # stream_options.resume_within_s: its client's leaving cancels it only then
     echoed: str = ""  # what a chat's answer begins with: its last message, which it goes on with
-    checks: Sequence[
-        Sequence[str]
-    ] = ()  # as of schemas.prepare.Enforceable: what the answer is held against at its end
+    # as of schemas.prepare.Enforceable: what the answer is held against at its end
+    checks: Sequence[Sequence[str]] = ()
     # files of images, by digest: here until it is submitted, and in no record
     images: dict[str, bytes] = field(default_factory=dict)
 

@@ -88,9 +88,8 @@ class Batch:
     error_file_id: str = ""
     errors: list[dict[str, Any]] | None = None
     traceparent: str = ""  # of the request that made it; empty: it is not traced
-    num_begun: int = (
-        0  # runs in a row that died, or failed by a mistake of ours, before they had answered a further line
-    )
+    # runs in a row that died, or failed by a mistake of ours, before they had answered a further line
+    num_begun: int = 0
 
     @property
     def is_running(self) -> bool:
