@@ -48,7 +48,7 @@ from services.compute.scheduling.offline import run_step
 from services.compute.scheduling.scheduler import Scheduler
 from services.compute.sequence import Request, Sequence, Tokens
 from services.compute.sequence.batch import ScheduledBatch
-from services.compute.weights.gguf_modules import load_gguf_modules
+from services.compute.weights.library_modules import load_library_modules
 from services.compute.weights.loader import load_weights
 from shared.model.files import DEMO_MODEL, ModelFiles, text_config
 from shared.model.sampling_params import SamplingParams
@@ -227,7 +227,7 @@ class Engine:
         else:
             folder = model.folder if isinstance(model, ModelFiles) else model
             load = (
-                partial(load_gguf_modules, model.weights, backend)
+                partial(load_library_modules, model.weights, backend)
                 if isinstance(model, ModelFiles) and model.weights.is_file()
                 else None
             )

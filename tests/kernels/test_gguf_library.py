@@ -10,7 +10,7 @@ import transformers
 from transformers import PretrainedConfig, PreTrainedModel
 
 from services.compute.models.transformers_model import TransformersModel
-from services.compute.weights.gguf_modules import FileEmbedding, KernelExperts, KernelHead, KernelLinear
+from services.compute.weights.library_modules import FileEmbedding, KernelExperts, KernelHead, KernelLinear
 from shared.model.files import open_model
 from shared.process.errors import StartupError
 from tests.kernels.families import SIZES, Engine, assert_greedy

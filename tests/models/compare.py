@@ -14,7 +14,7 @@ import transformers.models.llama.modeling_llama  # noqa: F401  what all models i
 from torch import Tensor
 
 import services.compute.models.transformers_model
-import services.compute.weights.gguf_modules  # noqa: F401
+import services.compute.weights.library_modules  # noqa: F401
 from services.compute.loop.engine import Engine, build_engine
 from services.compute.scheduling.offline import run_step
 from services.compute.sequence import Request, Sequence, Tokens

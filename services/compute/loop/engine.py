@@ -171,7 +171,7 @@ def load_model(
         # seconds that a native model need not wait
         from services.compute.models.encoder_model import is_encoder, load_classifier, load_encoder
         from services.compute.models.transformers_model import load_transformers_model
-        from services.compute.weights.gguf_modules import load_gguf_modules
+        from services.compute.weights.library_modules import load_library_modules
     except ImportError as error:
         raise StartupError(
             f"{files.name} runs on the transformers library only, which can't be loaded here: {error}"
@@ -181,7 +181,7 @@ def load_model(
             return load_classifier(files.folder, TorchBackend(backend.dtype, backend.device))
         if is_encoder(files.config, files.folder):
             return load_encoder(files.folder, TorchBackend(backend.dtype, backend.device))
-        load = partial(load_gguf_modules, files.weights, backend) if files.weights.is_file() else None
+        load = partial(load_library_modules, files.weights, backend) if files.weights.is_file() else None
         return load_transformers_model(files.folder, backend, max_model_len, load)
 
 

@@ -74,7 +74,7 @@ class FileEmbedding(nn.Module):
         return found if self.scale is None else found * self.scale.to(found.dtype)
 
 
-def load_gguf_modules(path: Path, backend: Backend, config: Any) -> Any:
+def load_library_modules(path: Path, backend: Backend, config: Any) -> Any:
     """config: transformers' own, of the file. Returns an AutoModelForCausalLM. Raises StartupError,
     naming a tensor that is missing or wrong."""
     source = GgufSource(path, backend.dtype, backend.device)
