@@ -235,9 +235,12 @@ class Engine:
         cache = KVCache(executor.config, executor.backend, num_blocks=num_blocks, block_size=block_size, group=kv_group)
         self.runner: ModelRunner = ModelRunner(executor, cache)
         self.row_search = backend.row_search
-        blocks = BlockManager(num_blocks, block_size)
+        blocks = BlockManager(num_blocks, block_size, keeps_states=executor.state_bytes > 0)
         self.scheduler = Scheduler(
-            blocks, make_admission(strategy, blocks), max_num_seqs=max_num_seqs, max_batched_tokens=max_batched_tokens
+            blocks,
+            make_admission(strategy, blocks),
+            max_num_seqs=max_num_seqs,
+            max_batched_tokens=max_batched_tokens,
         )
         self.logits: dict[int, list[torch.Tensor]] = {}
         self.prompts: dict[int, PromptLogprobs | None] = {}

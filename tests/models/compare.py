@@ -112,13 +112,13 @@ def settings(**options: Any) -> ComputeSettings:
 
 
 @torch.inference_mode()
-def greedy(model: Any, prompt: list[int]) -> list[int]:
+def greedy(model: Any, prompt: list[int], num_tokens: int = NUM_TOKENS) -> list[int]:
     ids = torch.tensor([prompt])
     out = model.generate(
         ids,
         attention_mask=torch.ones_like(ids),
-        max_new_tokens=NUM_TOKENS,
-        min_new_tokens=NUM_TOKENS,
+        max_new_tokens=num_tokens,
+        min_new_tokens=num_tokens,
         do_sample=False,
         pad_token_id=0,
         eos_token_id=None,

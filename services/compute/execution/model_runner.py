@@ -66,6 +66,11 @@ class Model(Protocol):
         says."""
         ...
 
+    @property
+    def state_bytes(self) -> int:
+        """Bytes that a running sequence needs in addition to its keys and values: of states that can't go back."""
+        ...
+
     def workspace(self, num_tokens: int, num_logits: int, max_model_len: int) -> Workspace:
         """Bytes that a step of so many tokens needs. num_logits: rows that get logits."""
         ...
@@ -195,6 +200,7 @@ class ModelRunner:
             overlay=self._overlay(batch),
             last_seen=last_seen_of(batch),
             handles=[row.handle for row in batch.rows],
+            left=batch.left,
         )
         self._prepared = logit_rows, prepared.logit_rows
         plan = self.model.plan(prepared, block_size)

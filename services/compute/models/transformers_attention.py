@@ -7,9 +7,9 @@ Two ways; a model takes the first that it can:
 tokens of a step are one row; each layer's K and V go to
   their slots, and each sequence attends to its own blocks. Who sees whom is the rule from which the
   library makes its masks, asked for the positions.
-* **one by one**: its layers attend in code of their own, after handing K and V to a cache. Each
-sequence of a step is a forward pass of its own, over
-  a cache object that writes to the blocks and reads from them.
+* **one by one**: its layers attend in code of their own, after handing K and V to a cache, or keep
+states as well (recurrent_states.py). Each sequence of a step is a forward pass of its own, over
+  a cache object that writes to the blocks and reads from them, and has the sequence's states.
 """
 
 from collections.abc import Callable
@@ -25,6 +25,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, Cache
 from services.compute.backends.torch.reference import read_kv, write_kv
 from services.compute.models.decoder import ForwardBatch
 from services.compute.models.library_errors import first_line
+from services.compute.models.recurrent_states import LayerState, SequenceStates
 
 ATTENTION = "penstock"
 # of attention: what this one does not compute
@@ -34,18 +35,7 @@ FAR = 1 << 20
 # positions that a mask's rule is asked for: in a block, in a window, in a chunk, and beyond each
 ASKED = (0, 1, 2, 15, 16, 23, 24, 63, 64, 511, 512, 1023, 4095, 4096, 8192, 131_072, FAR)
 OTHER_STATE = "it keeps other state than keys and values"
-# questions of a cache's state
-STATES = frozenset(
-    (
-        "get_conv_state",
-        "get_recurrent_state",
-        "has_previous_state",
-        "is_recording_past",
-        "update_conv_state",
-        "update_indexer",
-        "update_recurrent_state",
-    )
-)
+STATES = frozenset(("has_previous_state", "update_indexer"))  # questions of a state that no cache here has
 
 
 class Unsupported(Exception):
@@ -279,9 +269,11 @@ class PassingCache(Cache):  # type: ignore[misc]
     is_sliding = is_linear = is_dummy = ()  # every layer holds all tokens
     is_compileable = False
 
-    def __init__(self, length: int = 0) -> None:
-        """length: how many tokens are said to be in it."""
+    def __init__(self, length: int = 0, states: SequenceStates | None = None) -> None:
+        """length: how many tokens are said to be in it; states: of the one sequence that it is of, which the
+        pass brings up to date; None: of a cache that has none."""
         self.length = length
+        self.states = states
         self.shapes: dict[int, LayerShape] = {}  # of the layers that have handed over K and V
         self.num_new = 0  # tokens that these handed over
 
@@ -315,14 +307,44 @@ class PassingCache(Cache):  # type: ignore[misc]
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:  # noqa: ARG002
         return self.length + query_length, 0
 
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        return self.state(layer_idx, state_idx).inputs
+
+    def update_conv_state(
+        self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, conv_kernel_size: int | None = None
+    ) -> Tensor:
+        return self.state(layer_idx, state_idx).add_inputs(conv_states, conv_kernel_size)
+
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        return self.state(layer_idx, state_idx).recurrent
+
+    def update_recurrent_state(self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0) -> Tensor:
+        return self.state(layer_idx, state_idx).set_recurrent(recurrent_states)
+
+    def is_recording_past(self, layer_idx: int) -> bool:  # noqa: ARG002
+        """States are never taken back."""
+        return False
+
+    def state(self, layer_idx: int, state_idx: int) -> LayerState:
+        if self.states is None:
+            raise Unsupported(OTHER_STATE)
+        return self.states.layers.setdefault((layer_idx, state_idx), LayerState())
+
 
 class SequenceCache(PassingCache):
     """The cache of the one-by-one way: the blocks of one sequence, which holds `length` tokens
     before the pass."""
 
-    def __init__(self, layers: dict[int, PagedLayer], block_table: Tensor, slot_mapping: Tensor, length: int) -> None:
+    def __init__(
+        self,
+        layers: dict[int, PagedLayer],
+        block_table: Tensor,
+        slot_mapping: Tensor,
+        length: int,
+        states: SequenceStates | None = None,
+    ) -> None:
         """block_table: [blocks] int64; slot_mapping: [tokens] int64 of the pass's tokens."""
-        super().__init__(length)
+        super().__init__(length, states)
         self.paged = layers
         self.block_table = block_table
         self.slot_mapping = slot_mapping
