@@ -24,7 +24,7 @@ from shared.wire.registry import Registry
 from shared.wire.replica import Replica
 from shared.wire.stage import Stage
 from shared.wire.streams import MESSAGE, events, inflight_key, requests, response_key
-from shared.wire.token_log import log_entry, write_step
+from shared.wire.token_log import write_step
 from tests.virtual_time import BEGAN_AT, RedisAtOnce, VirtualLoop, run_virtual
 
 PING_S = 15.0
@@ -32,7 +32,9 @@ PING_S = 15.0
 
 def write(client: "redis.Redis", event: TokenEvent, gateway: str = "") -> None:
     pipe = client.pipeline(transaction=False)
-    write_step(pipe, "m", [log_entry(event)], [(events(gateway), StepEvents((encode(event),)))] if gateway else [])
+    write_step(
+        pipe, "m", [(event, encode(event))], [(events(gateway), StepEvents((encode(event),)))] if gateway else []
+    )
     assert pipe.execute() == [[]]
 
 

@@ -7,7 +7,7 @@ from services.compute.sequence import RowKey
 from shared.model.vision.images import ImageRun
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen, for speed: there is one a token
 class BatchRow:
     """One sequence's part of a step: the tokens whose keys and values the step computes."""
 
