@@ -7,11 +7,13 @@ import sys
 from collections import defaultdict
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
+from functools import cache
 from pathlib import Path
 
 import numpy
 import pytest
 import redis
+from httpx._transports import default as transports
 from hypothesis import HealthCheck, settings
 from hypothesis.database import DirectoryBasedExampleDatabase
 
@@ -23,6 +25,9 @@ from tests.pairwise import covering
 from tests.waiting import wait_until
 
 gc.disable()  # until all is collected: a third of the time of importing torch, transformers and all tests
+
+# Every client reads the certificates of all authorities: 25 ms of a core for each of thousands of requests.
+transports.create_ssl_context = cache(transports.create_ssl_context)
 
 # Keys that may live for ever; every other must have a TTL once its work is done.
 PERMANENT = {"replicas", "dead-letter"}

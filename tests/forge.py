@@ -27,7 +27,8 @@ from typing import Any
 
 # The stages of "light" never see torch: the tokenizer makes its import fail.
 KINDS = {"light": ("gateway", "jobs", "sampler", "tokenizer"), "compute": ("compute", "encoder")}
-# What their `main` imports only when its settings are good: torch takes a second of a core.
+# What their `main` imports only when its settings are good: torch takes a second of a core. transformers stays out
+# of "compute": it loads triton, whose objects, if they are frozen, complain at the end of every stage.
 LATE = {
     "light": (),
     "compute": (
