@@ -41,6 +41,7 @@ from services.compute.candidates.prompt_logprobs import prompt_logprobs as promp
 from services.compute.candidates.prompt_logprobs import score_prompts
 from services.compute.execution.model_runner import Model, ModelRunner
 from services.compute.models.architectures import read_config
+from services.compute.models.config import Packed
 from services.compute.models.decoder import Decoder
 from services.compute.models.transformers_model import load_transformers_model
 from services.compute.scheduling.admission import make_admission
@@ -226,11 +227,8 @@ class Engine:
             executor = Decoder(config, load_weights(location, config, backend, **quantized), backend)
         else:
             folder = model.folder if isinstance(model, ModelFiles) else model
-            load = (
-                partial(load_library_modules, model.weights, backend)
-                if isinstance(model, ModelFiles) and model.weights.is_file()
-                else None
-            )
+            weights = model.weights if isinstance(model, ModelFiles) else model
+            load = partial(load_library_modules, weights, backend, Packed(quantization, 32, attention_output, lm_head))
             executor = load_transformers_model(folder, backend, max_model_len or SIZES["max_position_embeddings"], load)
         cache = KVCache(executor.config, executor.backend, num_blocks=num_blocks, block_size=block_size, group=kv_group)
         self.runner: ModelRunner = ModelRunner(executor, cache)

@@ -28,6 +28,7 @@ from services.compute.images.encoding import ImageEncoding
 from services.compute.images.tower import VisionTower, load_tower
 from services.compute.loop.warm_up import check_numbers, first_kernels, record_steps, warm_up
 from services.compute.models.architectures import is_native, read_config
+from services.compute.models.config import Packed
 from services.compute.models.decoder import Decoder
 from services.compute.models.library_errors import refusals
 from services.compute.ranks.group.commands import Loaded
@@ -187,15 +188,6 @@ def load_model(
             attention_output=settings.quantize_attention_output,
             lm_head=settings.quantize_lm_head,
         )
-    if settings.quantization != "none" or settings.quantize_attention_output:
-        option = (
-            f"--quantization {settings.quantization}"
-            if settings.quantization != "none"
-            else "--quantize-attention-output"
-        )
-        raise StartupError(
-            f"{option}: layers of the transformers library are not quantized, only native models are (--model-impl)"
-        )
     try:
         # seconds that a native model need not wait
         from services.compute.models.encoder_model import is_encoder, load_classifier, load_encoder
@@ -206,12 +198,21 @@ def load_model(
             f"{files.name} runs on the transformers library only, which can't be loaded here: {error}"
         ) from None
     with refusals(files.name):
-        if files.labels:
-            return load_classifier(files.folder, TorchBackend(backend.dtype, backend.device))
-        if is_encoder(files.config, files.folder):
-            return load_encoder(files.folder, TorchBackend(backend.dtype, backend.device))
-        load = partial(load_library_modules, files.weights, backend) if files.weights.is_file() else None
-        return load_transformers_model(files.folder, backend, max_model_len, load)
+        if files.labels or is_encoder(files.config, files.folder):
+            if settings.quantization != "none":
+                raise StartupError(
+                    f"--quantization {settings.quantization}: {files.name} is an encoder; these are not quantized"
+                )
+            load = load_classifier if files.labels else load_encoder
+            return load(files.folder, TorchBackend(backend.dtype, backend.device))
+        packing = Packed(
+            settings.quantization,
+            int(settings.quantization_group),
+            settings.quantize_attention_output,
+            settings.quantize_lm_head,
+        )
+        load_modules = partial(load_library_modules, files.weights, backend, packing)
+        return load_transformers_model(files.folder, backend, max_model_len, load_modules)
 
 
 def build_engine(settings: ComputeSettings, files: ModelFiles, group: Group | None = None) -> Engine:

@@ -24,6 +24,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, Cache
 
 from services.compute.backends.torch.reference import read_kv, write_kv
 from services.compute.models.decoder import ForwardBatch
+from services.compute.models.kernel_attention import KernelStep, PlainAttention
 from services.compute.models.library_errors import first_line
 from services.compute.models.recurrent_states import LayerState, SequenceStates
 
@@ -71,6 +72,7 @@ class LayerShape:
     num_kv_heads: int
     k_dim: int
     v_dim: int
+    plain: PlainAttention | None = None  # None: no kernel knows its mask, or it was not looked at
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +82,7 @@ class AttentionTerms:
     scale: float | None
     softcap: float | None
     sinks: Tensor | None
+    window: int | None = None  # that its module says; the mask decides
 
 
 class Step(Protocol):
@@ -120,7 +123,7 @@ def attend_in_step(
     if not isinstance(attention_mask, MaskRule):
         raise Unsupported("its attention makes masks of its own")
     q, k, v = (each[0].transpose(0, 1) for each in (query, key, value))
-    form = AttentionTerms(scaling, terms.get("softcap"), terms.get("s_aux"))
+    form = AttentionTerms(scaling, terms.get("softcap"), terms.get("s_aux"), terms.get("sliding_window"))
     return current_step.get().attend(module.layer_idx, q, k, v, attention_mask, form)[None], None  # type: ignore[arg-type]
 
 
@@ -203,7 +206,15 @@ def group_sequences(batch: ForwardBatch, block_size: int, *, is_each_alone: bool
 class RaggedStep:
     """A step whose sequences stand in one row."""
 
-    def __init__(self, slot_mapping: Tensor, groups: list[AttentionBatch], layers: dict[int, PagedLayer]) -> None:
+    def __init__(
+        self,
+        slot_mapping: Tensor,
+        groups: list[AttentionBatch],
+        layers: dict[int, PagedLayer],
+        kernels: KernelStep | None = None,
+    ) -> None:
+        """groups: for the layers that have no kernel."""
+        self.kernels = kernels
         self.layers = layers
         self.slot_mapping = slot_mapping
         self.groups = groups
@@ -212,6 +223,8 @@ class RaggedStep:
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, rule: MaskRule, form: AttentionTerms) -> Tensor:
         paged = self.layers[layer]
+        if self.kernels is not None and layer in self.kernels.layers:
+            return self.kernels.attend(layer, (q, k, v), paged.kv, form.sinks)
         paged.write(k, v, self.slot_mapping)
         out = q.new_empty((*q.shape[:2], v.shape[-1]))
         for number, group in enumerate(self.groups):
@@ -240,6 +253,7 @@ class Handed:
     k: Tensor
     v: Tensor
     mask: Tensor  # of ASKED
+    plain: PlainAttention | None
 
 
 class Probe:
@@ -248,15 +262,28 @@ class Probe:
     def __init__(self) -> None:
         self.handed: dict[int, Handed] = {}
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, rule: MaskRule, form: AttentionTerms) -> Tensor:  # noqa: ARG002
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, rule: MaskRule, form: AttentionTerms) -> Tensor:
         if layer in self.handed:
             raise Unsupported(f"its layer {layer} attends more than once")
         asked = torch.tensor(ASKED, device=q.device)
         mask = rule.ask(asked[None], asked)
         if bool((mask & (asked > asked[:, None])).any()):
             raise Unsupported("its attention is not causal")
-        self.handed[layer] = Handed(q, k, v, mask)
+        self.handed[layer] = Handed(q, k, v, mask, plain_attention(q, rule, form))
         return v.repeat_interleave(q.shape[1] // v.shape[1], 1)
+
+
+def plain_attention(q: Tensor, rule: MaskRule, form: AttentionTerms) -> PlainAttention | None:
+    """The same for a kernel; None: the rule is neither that of all tokens before, nor of the last ones."""
+    for window in (form.window, None):
+        near = () if window is None else (window - 1, window, window + 1)
+        places = torch.tensor(sorted({*ASKED, *near, *(FAR - each for each in near)}), device=q.device)
+        queries = places[:, None]
+        expected = places <= queries if window is None else (places <= queries) & (places > queries - window)
+        if torch.equal(rule.ask(places[None], places).expand(1, 1, *expected.shape)[0, 0], expected):
+            scale = q.shape[-1] ** -0.5 if form.scale is None else form.scale
+            return PlainAttention(q.shape[1], window, scale, form.softcap or 0.0)
+    return None
 
 
 class PassingCache(Cache):  # type: ignore[misc]

@@ -20,6 +20,7 @@ from transformers.utils import logging
 from services.compute.backends.backend import Backend, Workspace
 from services.compute.backends.torch.backend import TorchBackend
 from services.compute.models.decoder import ForwardBatch
+from services.compute.models.kernel_attention import KernelStep, make_kernel_layers
 from services.compute.models.library_errors import first_line
 from services.compute.models.recurrent_states import KINDS, SequenceStates
 from services.compute.models.transformers_attention import (
@@ -44,7 +45,8 @@ from shared.process.host_memory import is_out_of_memory
 
 # their frequencies follow the longest sequence of a step
 LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
-LoadModules = Callable[[Any], Any]  # of transformers' config: an AutoModelForCausalLM
+# of transformers' config, and of patterns of the checkpoint's names: an AutoModelForCausalLM
+LoadModules = Callable[[Any, dict[str, str] | None], Any]
 # names of a text's part in the checkpoint of a model that sees: those of the text alone
 TEXT_NAMES = {r"^language_model\.lm_head\.": "lm_head.", r"^(model\.)?(language|text)_model\.(model\.)?": "model."}
 ONE, OTHER = 5, 6  # token ids of a probe, which no tokenizer uses for padding, whose embedding may be zero
@@ -84,12 +86,11 @@ class TransformersModel:
     is_row_invariant = finds_slots = False
     longest_text = None
 
-    def __init__(self, model: Any, backend: TorchBackend, *, is_ragged: bool) -> None:
+    def __init__(self, model: Any, backend: Backend, *, is_ragged: bool) -> None:
         """Raises Unsupported if the model can't run in this way."""
         self.parameters = set(inspect.signature(model.forward).parameters)
         probed = (probe_row if is_ragged else probe_alone)(model, self.parameters)
         self.model = model
-        self.backend = backend
         self.shapes = dict(sorted(probed.shapes.items())) or NO_KV
         self.state_bytes, self.continues_chunks = probed.state_bytes, probed.continues_chunks
         self.sequence_states: dict[int, SequenceStates] = {}  # by handle, of a model that has some
@@ -106,6 +107,14 @@ class TransformersModel:
             num_kv_heads=max(shape.num_kv_heads for shape in self.shapes.values()),
             head_dim=max(max(shape.k_dim, shape.v_dim) for shape in self.shapes.values()),
         )
+        heads = self.config.num_kv_heads, self.config.head_dim
+        plain = {
+            number: shape.plain
+            for number, shape in self.shapes.items()
+            if shape.plain is not None and (shape.num_kv_heads, shape.k_dim, shape.v_dim) == (*heads, heads[1])
+        }
+        self.kernels = make_kernel_layers(backend, *heads, plain)
+        self.backend = backend if self.kernels else TorchBackend(backend.dtype, backend.device)
 
     def workspace(self, num_tokens: int, num_logits: int, max_model_len: int) -> Workspace:  # noqa: ARG002
         """Bytes of logits, in the model's dtype and in float32: what the library's modules take
@@ -114,6 +123,8 @@ class TransformersModel:
 
     def plan(self, batch: ForwardBatch, block_size: int) -> list[AttentionBatch]:
         """The sequences whose attention is one call, or that are a pass of their own."""
+        if len(self.kernels) == len(self.shapes):
+            return []
         return group_sequences(batch, block_size, is_each_alone=not self.is_ragged)
 
     @torch.inference_mode()
@@ -130,7 +141,8 @@ class TransformersModel:
         }
         if not self.is_ragged:
             return torch.cat([self._run_alone(batch, number, group, layers) for number, group in enumerate(plan)])
-        token = current_step.set(RaggedStep(batch.slot_mapping, plan, layers))
+        kernels = KernelStep(batch, self.kernels) if self.kernels else None
+        token = current_step.set(RaggedStep(batch.slot_mapping, plan, layers, kernels))
         try:
             return self._call(batch, slice(None), PassingCache(), batch.logit_rows)
         finally:
@@ -215,23 +227,25 @@ def run_modules(
 
 
 def load_transformers_model(
-    folder: Path, backend: Backend, max_model_len: int | None, load: LoadModules | None = None
+    folder: Path,
+    backend: Backend,
+    max_model_len: int | None,
+    load: LoadModules,
 ) -> TransformersModel:
     """Read config.json and the weights. backend: whose dtype and device the model has;
-    max_model_len: of the sequences to come, in tokens; None: no bound; load: makes the modules, if
-    their weights are not in the folder. Raises StartupError for a model that can't run over a paged
-    cache, and says why."""
+    max_model_len: of the sequences to come, in tokens; None: no bound; load: makes the modules. Raises
+    StartupError for a model that can't run over a paged cache, and says why."""
     register()
+    logging.set_verbosity_error()
     config, model_class = read_library_config(folder)
     check_rope(config, max_model_len)
-    model = load_modules(folder, config, backend.dtype, backend.device) if load is None else load(config)
+    is_part = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("model_type") != config.model_type
+    model = load(config, TEXT_NAMES if is_part else None)
     reason = ""
     for attention in (ATTENTION, "eager"):
         try:
             model.set_attn_implementation(attention)
-            return TransformersModel(
-                model, TorchBackend(backend.dtype, backend.device), is_ragged=attention == ATTENTION
-            )
+            return TransformersModel(model, backend, is_ragged=attention == ATTENTION)
         except Unsupported as error:
             reason = str(error)
     raise StartupError(f"{model_class.__name__} can't run over a paged KV cache: {reason}")
@@ -250,10 +264,6 @@ def read_library_config(folder: Path) -> tuple[Any, Any]:
         raise StartupError(f"{folder}: transformers can't read config.json: {first_line(error)}") from None
     if config.is_encoder_decoder:
         raise StartupError(f"{config.model_type} is an encoder-decoder; only decoders can be served")
-    if getattr(config, "quantization_config", None):
-        raise StartupError(
-            "this checkpoint is quantized; --model-impl transformers loads float32 and bfloat16 ones only"
-        )
     if type(config.get_text_config()) in AutoModelForCausalLM._model_mapping and config.get_text_config() is not config:
         tied = json.loads((folder / "config.json").read_text(encoding="utf-8")).get(
             "tie_word_embeddings"
@@ -264,33 +274,6 @@ def read_library_config(folder: Path) -> tuple[Any, Any]:
         raise StartupError(f"{config.model_type} is not a language model that transformers knows")
     found = AutoModelForCausalLM._model_mapping[type(config)]
     return config, found[0] if isinstance(found, tuple) else found
-
-
-def load_modules(folder: Path, config: Any, dtype: torch.dtype, device: torch.device) -> Any:
-    """The model with its weights. config: of the model, or of its text's part. Raises StartupError,
-    naming a tensor that is missing."""
-    logging.set_verbosity_error()
-    is_part = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("model_type") != config.model_type
-    try:
-        model, info = AutoModelForCausalLM.from_pretrained(
-            folder,
-            config=config,
-            dtype=dtype,
-            attn_implementation="eager",
-            use_safetensors=True,
-            trust_remote_code=False,
-            local_files_only=True,
-            low_cpu_mem_usage=True,
-            output_loading_info=True,
-            key_mapping=TEXT_NAMES if is_part else None,
-        )
-    except Exception as error:  # of safetensors, of the model's own code, of the library's checks
-        if is_out_of_memory(error):
-            raise
-        raise StartupError(f"{folder}: transformers can't load the model: {first_line(error)}") from None
-    if missing := sorted(info["missing_keys"]):
-        raise StartupError(f"{folder}: the checkpoint has no tensor {missing[0]}")
-    return model.eval().to(device)
 
 
 def check_rope(config: Any, max_model_len: int | None) -> None:
@@ -330,7 +313,10 @@ def probe_row(model: Any, parameters: Collection[str]) -> Probed:
         pairs += [(tensor[:1], tensor[2:]) for tensor in (each.q, each.k, each.v)]
     if not all(is_near(one, other, model.dtype) for one, other in pairs):
         raise Unsupported("what it computes of a token depends on its place in the row, or on the length of its cache")
-    shapes = {layer: LayerShape(each.k.shape[1], each.k.shape[-1], each.v.shape[-1]) for layer, each in handed.items()}
+    shapes = {
+        layer: LayerShape(each.k.shape[1], each.k.shape[-1], each.v.shape[-1], each.plain)
+        for layer, each in handed.items()
+    }
     return Probed(shapes, logits.shape[-1])
 
 
