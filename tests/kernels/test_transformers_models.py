@@ -488,8 +488,8 @@ def test_an_error_of_the_library_is_a_refusal_that_names_it(tmp_path: Path) -> N
 
 
 def test_a_refusal_at_the_command_line_is_one_line(tmp_path: Path) -> None:
-    transformers.AutoModelForCausalLM.from_config(REFUSED["lfm2"][0]).save_pretrained(tmp_path)
+    transformers.AutoModelForCausalLM.from_config(REFUSED["recurrent-gemma"][0]).save_pretrained(tmp_path)
     (tmp_path / "tokenizer.json").write_bytes((DEMO_MODEL / "tokenizer.json").read_bytes())
     said = refused("services.compute", tmp_path, model=str(tmp_path))
-    assert said.splitlines()[-1].startswith("penstock: Lfm2ForCausalLM can't run over a paged KV cache: ")
+    assert said.splitlines()[-1].startswith("penstock: RecurrentGemmaForCausalLM can't run over a paged KV cache: ")
     assert "Traceback" not in said

@@ -75,6 +75,7 @@ class KernelHead(nn.Module):
         super().__init__()
         self.linear = linear
         self.dtype = backend.dtype
+        self.weight = torch.empty(0, dtype=backend.dtype)  # some modules turn the head's input to its dtype
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [..., k]. Returns [..., n] float32."""
