@@ -425,7 +425,9 @@ class EngineSettings(GroupSettings):
         names = value.split(",")
         unknown = next((name for name in names if name not in SPECULATORS), None)
         if unknown is not None or (len(names) > 1 and "off" in names):
-            raise ValueError(f"it takes some of {', '.join(each for each in SPECULATORS if each != 'off')}, or off")
+            raise ValueError(
+                f"it takes some of {', '.join(speculator for speculator in SPECULATORS if speculator != 'off')}, or off"
+            )
         return value
 
     @model_validator(mode="after")

@@ -138,7 +138,7 @@ def queue_entry(pipe: Pipeline, request_id: str, position: int) -> None:
 def parse_log(entries: Any, after_position: int = 0) -> list[TokenEvent]:
     """The events of a log after a position, in order, up to the request's end. Raises Lost for a
     log with a gap, or with what is no event."""
-    found: list[TokenEvent] = []
+    events: list[TokenEvent] = []
     position = after_position
     for entry_id, values in entries:
         if MESSAGE not in values:
@@ -149,10 +149,10 @@ def parse_log(entries: Any, after_position: int = 0) -> list[TokenEvent]:
             raise Lost(
                 f"the token log has a gap: position {event.position} follows {position - (event.token_id is not None)}"
             )
-        found.append(event)
+        events.append(event)
         if event.finish_reason is not None:
             break
-    return found
+    return events
 
 
 def decode_entry(entry_id: bytes, payload: bytes) -> TokenEvent:

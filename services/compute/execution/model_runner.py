@@ -181,7 +181,7 @@ class ModelRunner:
         input_ids: list[int] = []
         positions: list[int] = []
         for row in batch.rows:
-            input_ids.extend(row.token_ids if not row.images else [max(0, each) for each in row.token_ids])
+            input_ids.extend(row.token_ids if not row.images else [max(0, token_id) for token_id in row.token_ids])
             positions.extend(
                 range(row.num_computed_tokens + row.position_shift, row.num_context_tokens + row.position_shift)
             )

@@ -7,7 +7,7 @@ from services.compute.sequence import RowKey
 from shared.model.vision.images import ImageRun
 
 
-@dataclass(slots=True)  # not frozen, for speed: there is one a token
+@dataclass(slots=True, unsafe_hash=True)  # nothing changes one; not frozen, for speed: there is one a token
 class BatchRow:
     """One sequence's part of a step: the tokens whose keys and values the step computes."""
 

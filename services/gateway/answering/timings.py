@@ -17,16 +17,16 @@ def timings(choice: Choice, measured: ResponseMeter) -> dict[str, Any]:
         if choice.finish_reason is not None
         else between(timeline.first_token_at, measured.clock.wall())
     )
-    said: dict[str, Any] = {"cache_n": choice.num_cached_tokens}
+    fields: dict[str, Any] = {"cache_n": choice.num_cached_tokens}
     for name, count, seconds in (
         ("prompt", num_prompt, timeline.prefill_s),
         ("predicted", choice.num_output_tokens, decode_s),
     ):
         elapsed = seconds or 0.0
-        said |= {
+        fields |= {
             f"{name}_n": count,
             f"{name}_ms": elapsed * 1e3,
             f"{name}_per_token_ms": elapsed * 1e3 / count if count else 0.0,
             f"{name}_per_second": count / elapsed if elapsed else 0.0,
         }
-    return said
+    return fields

@@ -40,7 +40,7 @@ def joined_to_trace(
     if root is None or not root.traceparent:
         return record, requests
     return replace(record, traceparent=root.traceparent), [
-        structs.replace(each, traceparent=root.traceparent) for each in requests
+        structs.replace(request, traceparent=root.traceparent) for request in requests
     ]
 
 
@@ -147,7 +147,7 @@ class Pipeline:
             raise
         subscription.is_submitted = True
         generation = Generation(self, record, [0] * len(requests), subscription)
-        generation.max_tokens = [each.params.max_tokens for each in requests]
+        generation.max_tokens = [request.params.max_tokens for request in requests]
         return generation
 
     async def submit_unread(

@@ -96,12 +96,12 @@ class LogReader:
                     continue
                 await asyncio.sleep(0)  # others have their turn in between
                 try:
-                    found = read(replies[4 * number : 4 * number + 3], positions[number])
+                    snapshot = read(replies[4 * number : 4 * number + 3], positions[number])
                 except Lost as error:
                     log.error("a token log is not whole", request_id=request_id, error=error)
                     subscription.fail(RequestError(f"the request was lost: {error}", 500, code="request_lost"))
                     continue
-                if self._settle(subscription, request_id, found) and subscription not in behind:
+                if self._settle(subscription, request_id, snapshot) and subscription not in behind:
                     unheard.add(subscription)
         for subscription in unheard:
             await self._attach_again(subscription)
@@ -158,7 +158,7 @@ class LogReader:
 def read(replies: list[Any], position: int) -> LogSnapshot:
     """The replies about one sequence's log. Raises Lost for a log with a gap."""
     entries, last, has_record = replies
-    found = parse_log(entries, position)
-    if not found and last and END in last[0][1]:
-        found = [decode_entry(last[0][0], last[0][1][MESSAGE])]  # its token is compared with the one that was taken
-    return LogSnapshot(found, bool(last), bool(has_record), len(entries) == PAGE)
+    events = parse_log(entries, position)
+    if not events and last and END in last[0][1]:
+        events = [decode_entry(last[0][0], last[0][1][MESSAGE])]  # its token is compared with the one that was taken
+    return LogSnapshot(events, bool(last), bool(has_record), len(entries) == PAGE)

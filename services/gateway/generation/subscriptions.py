@@ -67,8 +67,8 @@ class Subscriptions:
     @property
     def problems(self) -> list[str]:
         """Why events do not come, in words; empty if they do."""
-        found = [f"events can't be read: {self.backoff.problem}"] if self.backoff.problem else []
-        return found + ([f"events have not been read for {self.silent_s:.0f} s"] if self.silent_s > STALE_S else [])
+        problems = [f"events can't be read: {self.backoff.problem}"] if self.backoff.problem else []
+        return problems + ([f"events have not been read for {self.silent_s:.0f} s"] if self.silent_s > STALE_S else [])
 
     @property
     def num_sequences(self) -> int:

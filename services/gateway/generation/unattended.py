@@ -53,7 +53,7 @@ class Unattended:
         this gateway could not see counts for nothing."""
         now = self.clock.monotonic()
         sight = self.known.stage.registry.sight_since(now)
-        models = {each.model for each in self.known.registry.replicas if each.model is not None}
+        models = {replica.model for replica in self.known.registry.replicas if replica.model is not None}
         missing = {(stage, model) for model in models for stage in self.known.missing(model)}
         self._missing_since = {each: max(self._missing_since.get(each, now), sight) for each in missing}
         return [each for each, since in self._missing_since.items() if now - since > self.wait_s and each[0] in STREAMS]
@@ -64,13 +64,13 @@ class Unattended:
         error = RequestError(
             f"no {stage} of the model {model} was there within {self.wait_s:g} s: try again later", 503, code=NO_REPLICA
         )
-        found: list[Any] = [None] * MOST
-        while len(found) == MOST:
+        waiting: list[Any] = [None] * MOST
+        while len(waiting) == MOST:
             async with self.client.pipeline(transaction=False) as pipe:
                 queue_find_waiting(pipe, stream, round(self.wait_s * 1000), MOST)
-                [found] = await pipe.execute()
+                [waiting] = await pipe.execute()
             async with self.client.pipeline(transaction=False) as pipe:
-                for entry_id, request_id, gateway_id in found:
+                for entry_id, request_id, gateway_id in waiting:
                     event = TokenEvent(
                         request_id.decode(errors="replace"), 0, None, "", finish_reason="error", error=error
                     )
@@ -84,8 +84,8 @@ class Unattended:
                         gateway_id.decode(errors="replace") or None,
                     )
                 await pipe.execute()
-        if found:
-            log.warning("requests waited in vain for a replica", stage=stage, model=model, num_requests=len(found))
+        if waiting:
+            log.warning("requests waited in vain for a replica", stage=stage, model=model, num_requests=len(waiting))
 
 
 STREAMS = {"tokenizer": requests, "compute": prompts}  # by the stage that reads them

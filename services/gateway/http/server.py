@@ -77,9 +77,9 @@ def check_tls(settings: GatewaySettings) -> ssl.SSLContext | None:
         server.load_cert_chain(settings.tls_certificate, key, password="")  # uvicorn would ask at the terminal
     except (ssl.SSLError, ValueError) as error:
         reason = getattr(error, "reason", None) or ""
-        found = TLS_REASONS.get(reason, reason or NOT_PEM)
+        cause = TLS_REASONS.get(reason, reason or NOT_PEM)
         raise StartupError(
-            f"--tls-certificate {settings.tls_certificate} can't serve with the key in {key}: {found}"
+            f"--tls-certificate {settings.tls_certificate} can't serve with the key in {key}: {cause}"
         ) from None
     if problem := refusal_of(server, settings.tls_certificate):
         log.warning("clients will refuse the certificate", path=str(settings.tls_certificate), reason=problem)

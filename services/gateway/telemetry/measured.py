@@ -145,7 +145,7 @@ class ResponseMeter:
                 self._end(index, "cancelled" if failure is None else "error", failure)
         reasons = {clock.finish_reason for clock in self._clocks}
         status = failure.status if failure is not None else CLIENT_CLOSED if "cancelled" in reasons else 200
-        self._say(status, "+".join(sorted(each for each in reasons if each is not None)) or None)
+        self._say(status, "+".join(sorted(reason for reason in reasons if reason is not None)) or None)
 
     def _say(self, status: int, finish_reason: str | None) -> None:
         """One line, and the end of the trace. Of several sequences: sums of tokens, the longest
@@ -161,17 +161,17 @@ class ResponseMeter:
             "num_output_tokens": sum(clock.num_tokens for clock in clocks),
         }
         times = {
-            "tokenize_s": longest([each.tokenize_s for each in timelines]),
-            "queue_s": longest([each.queue_s for each in timelines]),
-            "prefill_s": longest([each.prefill_s for each in timelines]),
-            "decode_s": longest([each.decode_s for each in timelines]),
+            "tokenize_s": longest([timeline.tokenize_s for timeline in timelines]),
+            "queue_s": longest([timeline.queue_s for timeline in timelines]),
+            "prefill_s": longest([timeline.prefill_s for timeline in timelines]),
+            "decode_s": longest([timeline.decode_s for timeline in timelines]),
             "ttft_s": min(firsts) - self._started_at if firsts else None,
             "tpot_s": longest([clock.tpot_s for clock in clocks]),
             "e2e_s": None if self.is_resumed else self.clock.monotonic() - self._started_at,
         }
         replicas = {
-            "compute": joined([each.compute_id for each in timelines]),
-            "sampler": joined([each.sampler_id for each in timelines]),
+            "compute": joined([timeline.compute_id for timeline in timelines]),
+            "sampler": joined([timeline.sampler_id for timeline in timelines]),
         }
         trace = {"trace_id": record.traceparent[3:35]} if record.traceparent else {}
         rounded = {name: None if seconds is None else round(seconds, 6) for name, seconds in times.items()}

@@ -221,15 +221,15 @@ class Metrics:
 
     def of(self, model: str) -> ModelMetrics:
         """The figures of a served model, by its own name."""
-        if (found := self._of.get(model)) is None:
+        if (figures := self._of.get(model)) is None:
             names = [name for name in ModelMetrics.__slots__ if name not in ("success", "tokens")]
             success = {reason: self.success.labels(model, reason) for reason in FINISH_REASONS}
-            found = self._of[model] = ModelMetrics(
+            figures = self._of[model] = ModelMetrics(
                 success, tokens=self.tokens.of(model), **{name: getattr(self, name).labels(model) for name in names}
             )
             for reason in REJECTIONS:
                 self.rejected.labels(model, reason)
-        return found
+        return figures
 
     def refused(self, model: str, reason: str) -> None:
         self.rejected.labels(model, reason).inc()
@@ -269,9 +269,9 @@ class Metrics:
         for model in models:
             self.of(model)  # so that its series begin with 0
         answers = await asyncio.gather(*(self._ask(client, models) for client in clients))
-        found = [each for each in answers if each is not None]
-        lengths, in_flight = Counter[str](), {model: (0, 0) for model in models if found}
-        for own_lengths, own, _ in found:
+        replies = [answer for answer in answers if answer is not None]
+        lengths, in_flight = Counter[str](), {model: (0, 0) for model in models if replies}
+        for own_lengths, own, _ in replies:
             lengths.update(own_lengths)
             in_flight = {
                 model: (count + own[model][0], tokens + own[model][1]) for model, (count, tokens) in in_flight.items()
@@ -279,7 +279,7 @@ class Metrics:
         batches = answers[0][2] if answers[0] is not None else None
         snapshot = CollectorRegistry()
         snapshot.register(
-            PipelineState(tuple(replicas), dict(lengths), in_flight, batches, is_redis_up=len(found) == len(clients))
+            PipelineState(tuple(replicas), dict(lengths), in_flight, batches, is_redis_up=len(replies) == len(clients))
         )
         return generate_latest(self.registry) + generate_latest(snapshot)
 
@@ -319,7 +319,7 @@ def seen_in(cell: str, stage: Stage, *, is_home: bool) -> list[Replica]:
     if is_home:
         return list(stage.registry.replicas)
     return [
-        replace(each, replica_id=f"{cell}/{each.replica_id}")
-        for each in stage.registry.replicas
-        if each.stage != "gateway"
+        replace(replica, replica_id=f"{cell}/{replica.replica_id}")
+        for replica in stage.registry.replicas
+        if replica.stage != "gateway"
     ]

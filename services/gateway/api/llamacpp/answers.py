@@ -120,14 +120,14 @@ def probabilities(logprobs: Sequence[TokenLogprob] | None) -> Json:
 def picked(answer: Json, paths: Sequence[str]) -> Json:
     """The answer's fields by their paths: a/b is the field b of a, and stands under that whole name.
     What is not there is left out."""
-    found: Json = {}
+    chosen: Json = {}
     for path in paths:
         value: Any = answer
         for name in path.split("/"):
             value = value.get(name, MISSING) if isinstance(value, dict) else MISSING
         if value is not MISSING:
-            found[path] = value
-    return found
+            chosen[path] = value
+    return chosen
 
 
 def generation_settings(params: SamplingParams, body: LlamaBody) -> Json:
