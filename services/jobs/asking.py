@@ -9,6 +9,7 @@ same.
 import hashlib
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, TypeVar
 
 from msgspec import structs
@@ -21,7 +22,7 @@ from services.requests.dialects.anthropic.chat import chat_of as message_chat
 from services.requests.dialects.anthropic.events import MessageEvents
 from services.requests.dialects.anthropic.schemas import MessagesBody
 from services.requests.dialects.openai.embeddings import EmbeddingBody
-from services.requests.dialects.openai.schemas import ChatCompletionBody, CompletionBody, GenerateBody
+from services.requests.dialects.openai.schemas import ChatCompletionBody, CompletionBody
 from services.requests.dialects.openai.translate import in_own_terms, own_terms
 from services.requests.dialects.responses.conversation import ConversationContext, with_conversation
 from services.requests.dialects.responses.events import ResponseEvents
@@ -49,7 +50,8 @@ Problems = list[list[Json]]  # where their answers break their schemas
 BATCH_PRIORITY = 10
 MAX_PRIORITY = 100
 
-G = TypeVar("G", bound=GenerateBody)
+C = TypeVar("C", ChatCompletionBody, CompletionBody)
+G = TypeVar("G", ChatCompletionBody, CompletionBody, ResponseBody, MessagesBody)
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,15 +97,12 @@ def behind(priority: int) -> int:
     return min(max(priority, 0) + BATCH_PRIORITY, MAX_PRIORITY)
 
 
-async def ask_chat(context: RequestContext, value: Json, key: str, seed: int) -> Asked:
-    body = seeded(parse.take(ChatCompletionBody, value), seed)
-    record, requests = await prepare(context, body.intent(), "chat.completion", None, key=key, is_background=True)
-    return Asked(record, requests, b"", fold_choices)
-
-
-async def ask_completion(context: RequestContext, value: Json, key: str, seed: int) -> Asked:
-    body = seeded(parse.take(CompletionBody, value), seed)
-    record, requests = await prepare(context, body.intent(), "text_completion", None, key=key, is_background=True)
+async def ask_openai(kind: str, body_type: type[C], context: RequestContext, value: Json, key: str, seed: int) -> Asked:
+    body = parse.take(body_type, value)
+    if body.use_beam_search:
+        raise Invalid("use_beam_search is not available in a batch", param="use_beam_search")
+    intent = seeded(body, seed).intent()
+    record, requests = await prepare(context, intent, kind, None, key=key, is_background=True)
     return Asked(record, requests, b"", fold_choices)
 
 
@@ -120,12 +119,9 @@ async def ask_embeddings(context: RequestContext, value: Json, key: str, _: int)
 
 
 async def ask_response(context: ConversationContext, value: Json, key: str, seed: int) -> Asked:
-    body = parse.take(ResponseBody, value)
-    if body.stream or body.background:
-        field = "stream" if body.stream else "background"
-        raise Invalid(f"{field} is not available in a batch", param=field)
-    if body.seed is None:
-        body = body.model_copy(update={"seed": seed})
+    body = seeded(parse.take(ResponseBody, value), seed)
+    if body.background:
+        raise Invalid("background is not available in a batch", param="background")
     if body.truncation == "auto":
         raise Invalid(
             "truncation 'auto' is not available in a batch: what does not fit is an error of its line",
@@ -143,18 +139,14 @@ async def ask_response(context: ConversationContext, value: Json, key: str, seed
 
 
 async def ask_message(context: RequestContext, value: Json, key: str, seed: int) -> Asked:
-    body = parse.take(MessagesBody, value)
-    if body.stream:
-        raise Invalid("stream is not available in a batch", param="stream")
-    chat = message_chat(body if body.seed is not None else body.model_copy(update={"seed": seed}))
+    chat = message_chat(seeded(parse.take(MessagesBody, value), seed))
     with own_terms(MESSAGE_NAMES):
         record, requests = await prepare(context, chat.intent(), "message", None, key=key, is_background=True)
-    return Asked(
-        record,
-        requests,
-        b"",
-        lambda record, logs, problems: fold_translation(record, logs, problems, MessageEvents(record)),
-    )
+
+    def fold(record: ResponseRecord, logs: Logs, problems: Problems) -> tuple[Any, Totals]:
+        return fold_translation(record, logs, problems, MessageEvents(record))
+
+    return Asked(record, requests, b"", fold)
 
 
 def fold_translation(
@@ -174,8 +166,8 @@ def fold_translation(
 
 
 ENDPOINTS: dict[str, Callable[[ConversationContext, Json, str, int], Awaitable[Asked]]] = {
-    "/v1/chat/completions": ask_chat,
-    "/v1/completions": ask_completion,
+    "/v1/chat/completions": partial(ask_openai, "chat.completion", ChatCompletionBody),
+    "/v1/completions": partial(ask_openai, "text_completion", CompletionBody),
     "/v1/embeddings": ask_embeddings,
     "/v1/responses": ask_response,
     "/v1/messages": ask_message,
@@ -183,12 +175,9 @@ ENDPOINTS: dict[str, Callable[[ConversationContext, Json, str, int], Awaitable[A
 
 
 def seeded(body: G, seed: int) -> G:
-    """The body with a seed of its own, unless it has one. Raises Invalid for what a batch can't
-    do."""
+    """The body with a seed of its own, unless it has one. Raises Invalid for a stream, which no batch has."""
     if body.stream:
         raise Invalid("stream is not available in a batch", param="stream")
-    if body.use_beam_search:
-        raise Invalid("use_beam_search is not available in a batch", param="use_beam_search")
     return body if body.seed is not None else body.model_copy(update={"seed": seed})
 
 

@@ -47,11 +47,8 @@ def batch_of(message: Any) -> str:
         raise Invalid(f"unknown task {str(headers.get('task'))[:64]!r}")
     if headers.get("compression") is not None:
         raise Invalid("its body is compressed")
-    if (message.get("content-type"), message.get("content-encoding"), properties.get("body_encoding")) != (
-        "application/json",
-        "utf-8",
-        "base64",
-    ):
+    form = (message.get("content-type"), message.get("content-encoding"), properties.get("body_encoding"))
+    if form != ("application/json", "utf-8", "base64"):
         raise Invalid("its body is not JSON in base64")
     body = message.get("body")
     if not isinstance(body, str) or len(body) > MAX_BODY:
@@ -60,18 +57,10 @@ def batch_of(message: Any) -> str:
         arguments = orjson.loads(base64.b64decode(body, validate=True))
     except (binascii.Error, orjson.JSONDecodeError) as error:
         raise Invalid(f"its body does not decode: {error}") from None
-    if (
-        not isinstance(arguments, list)
-        or len(arguments) != 3
-        or not isinstance(arguments[0], list)
-        or len(arguments[0]) != 1
-        or arguments[1] != {}
-    ):
-        raise Invalid("its arguments are not one batch")
-    if not is_batch_id(batch_id := arguments[0][0]):
-        raise Invalid(f"it names no batch: {str(batch_id)[:64]!r}")
-    found: str = batch_id
-    return found
+    match arguments:
+        case [[str(batch_id)], {**named}, _] if not named and is_batch_id(batch_id):
+            return batch_id
+    raise Invalid(f"its arguments are not one batch: {str(arguments)[:64]!r}")
 
 
 def task_of(batch_id: str) -> dict[str, Any]:
@@ -138,13 +127,8 @@ class CarefulChannel(JobChannel):
             return super()._brpop_read(**options)
         except TEMPORARY:
             raise
-        except (
-            ValueError,
-            TypeError,
-            ArithmeticError,
-            LookupError,
-            RecursionError,
-        ) as error:  # as kombu's JSON, with its own types, has it
+        except (ValueError, TypeError, ArithmeticError, LookupError, RecursionError) as error:
+            # as kombu's JSON, with its own types, has it
             self.connection.refuse(
                 str(getattr(error, "doc", "")).encode(errors="replace"), Invalid(f"not JSON: {error!r:.200}")
             )

@@ -4,7 +4,6 @@ lines that are read one after the other.
 Synchronous: it runs outside the event loop.
 """
 
-import codecs
 import itertools
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +11,7 @@ from typing import Any
 import msgpack
 
 from services.requests.bodies.fields import shortened, whole
-from services.requests.store.batches.lines import MAX_LINES, BatchLine, read_line
+from services.requests.store.batches.lines import MAX_LINES, BatchLine, lines_of, read_line
 from services.requests.store.files.storage import Storage
 from shared.process.errors import Invalid
 
@@ -43,10 +42,7 @@ def check_input(storage: Storage, path: str, batch_id: str, endpoint: str, max_l
     models: set[str] = set()
     errors: list[dict[str, Any]] = []
     with storage.open(path) as file:
-        for number, raw in enumerate(file, 1):
-            text = (raw.removeprefix(codecs.BOM_UTF8) if number == 1 else raw).strip()
-            if not text:
-                continue
+        for number, text in lines_of(file, 2 * max_line_bytes):  # far enough to say that one is too long
             try:
                 line = read_line(text, endpoint, max_line_bytes)
                 if line.custom_id in lines:

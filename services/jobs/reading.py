@@ -2,6 +2,7 @@
 what becomes of them afterwards."""
 
 import asyncio
+from functools import partial
 from typing import Any
 
 import redis.asyncio
@@ -10,15 +11,14 @@ from services.jobs.asking import Asked, Logs
 from services.requests.dialects.responses.stored import DELETED_LOG_TTL_S
 from services.requests.errors import GONE
 from services.requests.store.client import persist
-from services.requests.store.record import ResponseRecord, read_response
+from services.requests.store.record import ResponseRecord, end_response, read_response
 from services.requests.text.answers.schema_errors import schema_errors
 from services.requests.workers.grammars.answers import AnswerChecker
 from shared.process.clock import SYSTEM_CLOCK, Clock
 from shared.process.errors import Lost
-from shared.wire.messages import Control, TokenEvent
-from shared.wire.registry import broadcast
-from shared.wire.streams import LOG_TTL_S, inflight_key, log_key, response_key, tombstone_key
-from shared.wire.token_log import end_request, parse_log, queue_read
+from shared.wire.messages import TokenEvent
+from shared.wire.streams import inflight_key, log_key, response_key
+from shared.wire.token_log import parse_log, queue_read
 
 LOOK_AGAIN_S = 1.0
 SILENT_S = 30.0  # of a log that has no end, though nothing is in the pipeline; a run counts anew, and takes 60 s
@@ -50,7 +50,7 @@ async def read_answer(
         if found > length:
             length, since = found, clock.monotonic()
         elif clock.monotonic() - since > SILENT_S:
-            await persist(lambda: _end(client, asked, is_lost=True))
+            await persist(lambda: end_response(client, asked.record, GONE))
         await asyncio.sleep(LOOK_AGAIN_S)
 
 
@@ -94,18 +94,7 @@ async def is_known(client: "redis.asyncio.Redis", asked: Asked) -> bool:
 async def end_all(client: "redis.asyncio.Redis", asked: list[Asked]) -> None:
     """Cancel the requests, wherever they are; what has ended stays as it is."""
     for each in asked:
-        await persist(lambda each=each: _end(client, each, is_lost=False))  # type: ignore[misc]
-
-
-async def _end(client: "redis.asyncio.Redis", asked: Asked, *, is_lost: bool) -> None:
-    """Write the ends into the logs, then tell the replicas."""
-    request_ids = tuple(each.request_id for each in asked.requests)
-    async with client.pipeline(transaction=False) as pipe:
-        for request_id in request_ids:
-            pipe.set(tombstone_key(request_id), "1", ex=LOG_TTL_S)
-            end_request(pipe, asked.record.served_model, request_id, None, error=GONE if is_lost else None)
-        broadcast(pipe, Control("cancel", request_ids))
-        await pipe.execute()
+        await persist(partial(end_response, client, each.record))
 
 
 async def forget(client: "redis.asyncio.Redis", answered: list[Asked]) -> None:

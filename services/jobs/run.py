@@ -7,9 +7,10 @@ submits nothing twice, and reads what has been answered meanwhile.
 
 import asyncio
 import hashlib
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import orjson
 import redis
@@ -41,6 +42,8 @@ from shared.wire.script import load_script
 from shared.wire.streams import batch_key, upkeep_key
 
 log = get_logger("penstock.jobs")
+
+T = TypeVar("T")
 
 SLICE_S = 60.0  # then other batches have their turn
 WATCH_EVERY_S = 1.0
@@ -117,6 +120,10 @@ class BatchRun:
                 num_failed=totals.num_lines - totals.completed,
                 lines_per_s=rate,
             )
+
+    async def _with_files(self, work: Callable[..., T], *arguments: Any) -> T:
+        """Do what takes the storage and the batch's id outside the event loop."""
+        return await asyncio.to_thread(work, self.runtime.storage, self.batch_id, *arguments)
 
     def _totals(self) -> Totals:
         """Totals of the parts, and of the blocks that are being answered."""
@@ -204,13 +211,13 @@ class BatchRun:
         if not batch.is_running:
             return False
         try:
-            index = await asyncio.to_thread(inputs.read_index, self.runtime.storage, self.batch_id)
+            index = await self._with_files(inputs.read_index)
         except FileNotFoundError:
             if not self.closing:
                 await self._fail("files_lost", "what the batch had to work with is gone from the storage")
                 return False
             index = [0]  # it never began
-        parts = await asyncio.to_thread(output.find_parts, self.runtime.storage, self.batch_id)
+        parts = await self._with_files(output.find_parts)
         # by a run that was cut off
         await asyncio.to_thread(self.runtime.storage.remove, output.spool_folder(self.batch_id))
         self.done = sum((output.totals_of(name) for name in parts.values()), Totals())
@@ -265,13 +272,8 @@ class BatchRun:
         async with asyncio.TaskGroup() as group:
             for turn, number in enumerate(missing):
                 await self.blocks.room.acquire()
-                lines = await asyncio.to_thread(
-                    inputs.read_block,
-                    self.runtime.storage,
-                    self.batch_id,
-                    batch.record.endpoint,
-                    *index[number : number + 2],
-                )
+                start, end = index[number : number + 2]
+                lines = await self._with_files(inputs.read_block, batch.record.endpoint, start, end)
                 block = self.blocks.open(number, len(lines))
                 for place, line in enumerate(lines):
                     begun = await self._begin(batch, line, may_be_left=turn < MAX_OPEN)
@@ -336,11 +338,8 @@ class BatchRun:
         while True:
             block.asked.append(asked)
             outcome = await self._outcome(line, asked)
-            answer, attempt, num_lost = (
-                outcome if isinstance(outcome, AnsweredLine) else None,
-                attempt + 1,
-                num_lost + (outcome is LOST),
-            )
+            answer = outcome if isinstance(outcome, AnsweredLine) else None
+            attempt, num_lost = attempt + 1, num_lost + (outcome is LOST)
             if self.spans is not None:
                 self.spans.line(asked, line.custom_id, answer)
             self.in_flight.pop(asked.record.response_id, None)
@@ -363,12 +362,8 @@ class BatchRun:
                 self.runtime.client, asked, self.runtime.reading, self.runtime.answers, self.clock
             )
         except Lost as error:
-            log.warning(
-                "a request of a batch was lost",
-                batch_id=self.batch_id,
-                response_id=asked.record.response_id,
-                error=error,
-            )
+            lost = {"batch_id": self.batch_id, "response_id": asked.record.response_id}
+            log.warning("a request of a batch was lost", **lost, error=error)
             return LOST
         except RequestFailed as failed:
             if failed.error.code == NO_REPLICA:
@@ -384,12 +379,9 @@ class BatchRun:
         """Hand the requests over, unless that has been done. Returns False if they have to wait."""
         record = asked.record
         self.in_flight[record.response_id] = asked  # before Redis has it: a batch that closes cancels it either way
+        admission, tenant = self.runtime.context.admission, batch.record.tenant
         try:
-            await persist(
-                lambda: admit(
-                    self.runtime.context.admission, Caller(batch.record.tenant), record, asked.requests, asked.stored
-                )
-            )
+            await persist(lambda: admit(admission, Caller(tenant), record, asked.requests, asked.stored))
         except Rejected as error:
             if error.code == STORAGE_LIMIT and asked.stored:  # the answer goes to the batch's file in any case
                 return await self._submit(batch, replace(asked, stored=b""), started_at)
@@ -421,7 +413,7 @@ class BatchRun:
         if not self.closing:
             status = await persist(lambda: batches.move(self.batch_id, ("in_progress",), "finalizing"))
             self.closing = "batch_cancelled" if status == "cancelling" else ""
-        parts = await asyncio.to_thread(output.find_parts, storage, self.batch_id)
+        parts = await self._with_files(output.find_parts)
         if len(parts) < num_blocks:
             return True
         # what is counted is what is written
@@ -431,9 +423,8 @@ class BatchRun:
             file_id = f"file-{hashlib.blake2b(f'{self.batch_id}/{kind}'.encode(), digest_size=12).hexdigest()}"
             now, name = int(self.clock.wall()), f"{self.batch_id}_{kind}.jsonl"
             file = FileRecord(file_id, record.owner, name, "batch_output", 0, now, now + record.output_ttl_s)
-            num_bytes = await asyncio.to_thread(
-                output.assemble, storage, self.batch_id, [parts[number] for number in sorted(parts)], file.path, mark
-            )
+            names = [parts[number] for number in sorted(parts)]
+            num_bytes = await self._with_files(output.assemble, names, file.path, mark)
             if num_bytes:
                 await persist(partial(self.runtime.files.enter, replace(file, num_bytes=num_bytes)))
                 made[f"{kind}_file_id"] = file_id

@@ -55,13 +55,8 @@ class BatchSpans:
     def admitted(self, asked: Asked, started_at: float) -> None:
         """Redis has it; it had its place since then."""
         if asked.record.traceparent:
-            self.tracer.record(
-                "admission",
-                asked.record.traceparent,
-                started_at,
-                self.clock.wall(),
-                {"penstock.num_sequences": len(asked.requests)},
-            )
+            said: Attributes = {"penstock.num_sequences": len(asked.requests)}
+            self.tracer.record("admission", asked.record.traceparent, started_at, self.clock.wall(), said)
 
     def line(self, asked: Asked, custom_id: str, answer: AnsweredLine | None) -> None:
         """Record a request's outcome; None: it has to be asked again."""

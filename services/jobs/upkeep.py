@@ -15,18 +15,19 @@ from services.jobs.input import FOLDERS, folder_of
 from services.jobs.lease import LEASE_S, RENEW_LEASE
 from services.jobs.run import BatchRun
 from services.jobs.runtime import JobsRuntime, exit_on_failure
-from services.requests.store.batches.figures import Backlog, queue_backlog
 from services.requests.store.batches.store import Batch, read_batch
 from services.requests.store.files.store import CONTENTS
 from shared.process.telemetry import get_logger
 from shared.wire.cells import without_cell
 from shared.wire.job_queue import QUEUED_S
-from shared.wire.line import DENIED, reason_of, without_command
+from shared.wire.line import DENIED, Pipeline, reason_of, without_command
 from shared.wire.redis_memory import BATCHES_PAUSE, CROWDED, memory_of
 from shared.wire.registry import look
 from shared.wire.script import load_script
 from shared.wire.streams import (
+    BATCH_FIGURES,
     BATCHES_RUNNING,
+    FILE_TTL_S,
     JOB_QUEUE,
     LOG_TTL_S,
     SERVED,
@@ -108,7 +109,7 @@ async def sweep(runtime: JobsRuntime) -> None:
             else:
                 await runtime.send(name)
     async with runtime.client.pipeline(transaction=False) as pipe:
-        queue_backlog(pipe, backlog_of(running))
+        queue_backlog(pipe, running)
         await pipe.execute()
 
 
@@ -147,14 +148,19 @@ async def keep_queued(runtime: JobsRuntime, names: list[str]) -> None:
         await pipe.execute()
 
 
-def backlog_of(batches: list[Batch]) -> Backlog | None:
-    """The backlog of batches that have not ended; None if there are none."""
+def queue_backlog(pipe: Pipeline, batches: list[Batch]) -> None:
+    """Note what waits in batches that have not ended: lines of those that are checked, when the oldest was
+    made, and when the one moved that has not moved for the longest (wall clock, s)."""
     if not batches:
-        return None
-    waiting = sum(batch.total - batch.totals.num_lines for batch in batches)
-    return Backlog(
-        waiting, min(batch.record.created_at for batch in batches), min(batch.progressed_at for batch in batches)
-    )
+        pipe.hdel(BATCH_FIGURES, "lines_waiting", "oldest_at", "progressed_at")
+        return
+    found = {
+        "lines_waiting": sum(batch.total - batch.totals.num_lines for batch in batches),
+        "oldest_at": min(batch.record.created_at for batch in batches),
+        "progressed_at": min(batch.progressed_at for batch in batches),
+    }
+    pipe.hset(BATCH_FIGURES, mapping=found)
+    pipe.expire(BATCH_FIGURES, FILE_TTL_S)
 
 
 async def running_batches(runtime: JobsRuntime) -> list[str]:

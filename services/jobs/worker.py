@@ -138,14 +138,8 @@ def work(runtime: JobsRuntime) -> None:
     signals.worker_ready.connect(lambda **_: runtime.stage.join(), weak=False)
     # about tasks that run on while Redis is away, as ours are to; Celery turns it on as it starts
     signals.worker_ready.connect(lambda **_: warnings.simplefilter("ignore", CPendingDeprecationWarning), weak=False)
-    worker = queue.Worker(
-        pool="threads",
-        concurrency=CONCURRENCY,
-        quiet=True,
-        without_gossip=True,
-        without_mingle=True,
-        without_heartbeat=True,
-    )
+    alone = dict.fromkeys(("without_gossip", "without_mingle", "without_heartbeat"), True)
+    worker = queue.Worker(pool="threads", concurrency=CONCURRENCY, quiet=True, **alone)
     runtime.deaths.enter()
     beat.start()
     try:
@@ -164,11 +158,8 @@ def be_brief(record: logging.LogRecord) -> bool:
     """Drops Celery's tracebacks of a Redis that can't serve: they help no reader."""
     error = record.exc_info[1] if record.exc_info else None
     if error is not None and is_temporary(error):
-        record.msg, record.args, record.exc_info = (
-            f"redis can't serve, ending the process: {reason_of(error)}",
-            (),
-            None,
-        )
+        record.msg, record.args = f"redis can't serve, ending the process: {reason_of(error)}", ()
+        record.exc_info = None
     return True
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
+from services.compute.models.config import ModelConfig
 from services.modeltools.out_folder import open_out_folder, write_model
 from shared.model.files import DEMO_MODEL
 
@@ -34,74 +35,25 @@ class Shape:
     has_qkv_bias: bool = False
 
 
+def rope(theta: float, **scaling: Any) -> dict[str, Any]:
+    return {"rope_theta": theta, "rope_type": "default"} | scaling
+
+
+LLAMA, QWEN2 = ("LlamaForCausalLM", "llama"), ("Qwen2ForCausalLM", "qwen2")
+LLAMA_3_2_ROPE = {
+    "rope_type": "llama3",
+    "factor": 32.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
 SHAPES = {
-    "qwen2.5-0.5b": Shape(
-        "Qwen2ForCausalLM",
-        "qwen2",
-        151_936,
-        896,
-        4864,
-        24,
-        14,
-        2,
-        64,
-        32_768,
-        {"rope_theta": 1e6, "rope_type": "default"},
-        True,
-    ),
-    "llama-3.2-1b": Shape(
-        "LlamaForCausalLM",
-        "llama",
-        128_256,
-        2048,
-        8192,
-        16,
-        32,
-        8,
-        64,
-        131_072,
-        {
-            "rope_theta": 5e5,
-            "rope_type": "llama3",
-            "factor": 32.0,
-            "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0,
-            "original_max_position_embeddings": 8192,
-        },
-    ),
-    "llama-3-8b": Shape(
-        "LlamaForCausalLM",
-        "llama",
-        128_256,
-        4096,
-        14_336,
-        32,
-        32,
-        8,
-        128,
-        8192,
-        {"rope_theta": 5e5, "rope_type": "default"},
-    ),
-    "qwen2.5-7b": Shape(
-        "Qwen2ForCausalLM",
-        "qwen2",
-        152_064,
-        3584,
-        18_944,
-        28,
-        28,
-        4,
-        128,
-        32_768,
-        {"rope_theta": 1e6, "rope_type": "default"},
-        True,
-    ),
-    "smollm2-135m": Shape(
-        "LlamaForCausalLM", "llama", 49_152, 576, 1536, 30, 9, 3, 64, 8192, {"rope_theta": 1e5, "rope_type": "default"}
-    ),
-    "tiny": Shape(
-        "LlamaForCausalLM", "llama", 2048, 64, 128, 2, 4, 2, 16, 2048, {"rope_theta": 1e4, "rope_type": "default"}
-    ),
+    "qwen2.5-0.5b": Shape(*QWEN2, 151_936, 896, 4864, 24, 14, 2, 64, 32_768, rope(1e6), True),
+    "llama-3.2-1b": Shape(*LLAMA, 128_256, 2048, 8192, 16, 32, 8, 64, 131_072, rope(5e5, **LLAMA_3_2_ROPE)),
+    "llama-3-8b": Shape(*LLAMA, 128_256, 4096, 14_336, 32, 32, 8, 128, 8192, rope(5e5)),
+    "qwen2.5-7b": Shape(*QWEN2, 152_064, 3584, 18_944, 28, 28, 4, 128, 32_768, rope(1e6), True),
+    "smollm2-135m": Shape(*LLAMA, 49_152, 576, 1536, 30, 9, 3, 64, 8192, rope(1e5)),
+    "tiny": Shape(*LLAMA, 2048, 64, 128, 2, 4, 2, 16, 2048, rope(1e4)),
 }
 
 
@@ -148,7 +100,7 @@ def config_json(shape: Shape, dtype: str) -> dict[str, Any]:
     }
 
 
-def tensor_sizes(shape: Shape) -> list[tuple[str, tuple[int, ...]]]:
+def tensor_sizes(shape: Shape | ModelConfig) -> list[tuple[str, tuple[int, ...]]]:
     """Every tensor of the checkpoint, by the names that transformers gives them."""
     hidden, inter = shape.hidden_size, shape.intermediate_size
     q_size, kv_size = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim

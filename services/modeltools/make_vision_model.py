@@ -18,6 +18,7 @@ from services.compute.backends.torch.backend import TorchBackend
 from services.compute.models.architectures import read_config
 from services.compute.models.config import ModelConfig
 from services.compute.weights.loader import open_source
+from services.modeltools.make_model import tensor_sizes
 from services.modeltools.out_folder import open_out_folder, write_model
 from shared.model.files import ModelFiles, open_model
 from shared.process.errors import StartupError
@@ -114,36 +115,19 @@ def text_tensors(
     """The text's weights, dequantized, by SmolVLM's names; new rows of the embedding are random."""
     backend = TorchBackend(torch.float32, torch.device("cpu"))
     source = open_source(files.weights, config, backend)
-    hidden, inter, q, kv = (
-        config.hidden_size,
-        config.intermediate_size,
-        config.num_heads * config.head_dim,
-        config.num_kv_heads * config.head_dim,
-    )
-    sizes: dict[str, tuple[int, ...]] = {"embed_tokens.weight": (config.vocab_size, hidden), "norm.weight": (hidden,)}
-    for number in range(config.num_layers):
-        layer = {
-            "self_attn.q_proj": (q, hidden),
-            "self_attn.k_proj": (kv, hidden),
-            "self_attn.v_proj": (kv, hidden),
-            "self_attn.o_proj": (hidden, q),
-            "mlp.gate_proj": (inter, hidden),
-            "mlp.up_proj": (inter, hidden),
-            "mlp.down_proj": (hidden, inter),
-            "input_layernorm": (hidden,),
-            "post_attention_layernorm": (hidden,),
-        }
-        sizes |= {f"layers.{number}.{name}.weight": size for name, size in layer.items()}
-    tensors = {f"model.text_model.{name}": source.dense(f"model.{name}", size) for name, size in sizes.items()}
-    head = {} if config.is_tied else {"lm_head.weight": source.dense("lm_head.weight", (config.vocab_size, hidden))}
-    source.close()
-    embedding = tensors["model.text_model.embed_tokens.weight"]
-    more = torch.randn((vocab_size - config.vocab_size, hidden), generator=generator) * embedding.std()
-    tensors["model.text_model.embed_tokens.weight"] = torch.cat([embedding, more])
-    return tensors | {
-        name: torch.cat([weight, torch.zeros((vocab_size - config.vocab_size, hidden))])
-        for name, weight in head.items()
+    tensors = {
+        name.replace("model.", "model.text_model.", 1): source.dense(name, size) for name, size in tensor_sizes(config)
     }
+    more = (vocab_size - config.vocab_size, config.hidden_size)
+    embedding = tensors["model.text_model.embed_tokens.weight"]
+    tensors["model.text_model.embed_tokens.weight"] = torch.cat(
+        [embedding, torch.randn(more, generator=generator) * embedding.std()]
+    )
+    if not config.is_tied:
+        head = source.dense("lm_head.weight", (config.vocab_size, config.hidden_size))
+        tensors["lm_head.weight"] = torch.cat([head, torch.zeros(more)])
+    source.close()
+    return tensors
 
 
 def eye_tensors(eye: Eye, text_hidden_size: int, generator: torch.Generator) -> dict[str, Tensor]:

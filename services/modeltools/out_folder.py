@@ -9,6 +9,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
+from shared.model.files import ModelFiles
 from shared.process.errors import StartupError, words_of
 
 WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "*.gguf")  # as a folder's readers find them
@@ -16,9 +17,13 @@ MODEL = "model.safetensors"
 UNFINISHED = f"{MODEL}.unfinished"
 
 
-def open_out_folder(out: Path, *, force: bool) -> None:
+def open_out_folder(out: Path, *, force: bool, source: ModelFiles | None = None) -> None:
     """Make it, or check that it can be written. Raises StartupError if a model is there, without
-    force."""
+    force, or if it is the folder of the source, which is read."""
+    if source is not None:
+        place = source.weights.parent if source.weights.is_file() else source.weights
+        if out.resolve() in (source.folder, place):
+            raise StartupError(f"{out}: the model is read from there; what is written needs a folder of its own")
     try:
         if out.exists() and not out.is_dir():
             raise StartupError(f"{out} is a file: a model is written to a folder")

@@ -60,12 +60,6 @@ def quantize(
     rounded to nearest, whatever the layers' inputs are.
     """
     files = open_model(model, weights=True)
-    if out.resolve() in (
-        files.folder,
-        files.weights,
-        files.weights.parent if files.weights.is_file() else files.weights,
-    ):
-        raise StartupError(f"{out}: the quantized checkpoint needs a folder of its own")
     backend = choose_backend(BFLOAT16, CPU)
     if not isinstance(backend, CpuBackend):
         raise StartupError("quantizing needs the native kernels: penstock build-kernels")
@@ -78,7 +72,7 @@ def quantize(
     source = open_source(files.weights, config, backend if windows is None else TorchBackend(torch.float32, CPU))
     source.close()
     check_quantizable(source, f"--quantization {packing.quantization}")
-    open_out_folder(out, force=force)
+    open_out_folder(out, force=force, source=files)
     before = _num_bytes(files.weights)
     if not sys.stderr.isatty():  # where there are no bars
         sys.stderr.write(f"quantizing {model}\n")

@@ -58,18 +58,12 @@ def train_heads(
     check_numbers(sampling, recipe)
     texts = read_prompts(prompts)
     files = open_model(model, weights=True)
-    if out.resolve() in (
-        files.folder,
-        files.weights,
-        files.weights.parent if files.weights.is_file() else files.weights,
-    ):
-        raise StartupError(f"{out}: heads need a folder of their own")
     settings = load_settings(ComputeSettings, [], model=model, device="cpu", num_threads=num_threads)
     if not is_native_model(settings, files):
         raise StartupError(f"{files.name}: heads are trained for models of the native implementation only")
     check_memory(sampling.num_tokens, files.hidden_size or 0)
     encoded = encode_prompts(texts, files)
-    open_out_folder(out, force=force)
+    open_out_folder(out, force=force, source=files)
     if not sys.stderr.isatty():  # where there are no bars
         sys.stderr.write(f"training heads for {model}\n")
     engine = build_engine(settings, files)

@@ -12,7 +12,8 @@ from typing import Any, TypeVar
 import httpx
 from tqdm import tqdm
 
-from services.operator.batch_lines import Sifted, lines_of, sift
+from services.operator.batch_lines import MAX_LINE_BYTES, Sifted, sift
+from services.requests.store.batches.lines import lines_of
 from shared.process.errors import StartupError, words_of
 
 POLL_S = 0.5
@@ -79,7 +80,8 @@ def create(client: httpx.Client, source: Path, window: str, errors: Path) -> tup
             sifted = sift(source, file)
             file.seek(0)
             if sifted.refused:
-                others.writelines(line + b"\n" for number, line in lines_of(file) if number not in sifted.refused)
+                lines = lines_of(file, MAX_LINE_BYTES)
+                others.writelines(line + b"\n" for number, line in lines if number not in sifted.refused)
                 others.seek(0)
                 errors.write_bytes(sifted.answers())
                 tell_refused(sifted)
@@ -94,18 +96,19 @@ def create(client: httpx.Client, source: Path, window: str, errors: Path) -> tup
     return batch, sifted
 
 
-def insist(ask: Callable[[], T], *absences: type[Exception]) -> T:
+def insist(ask: Callable[[], T], *absences: type[Exception], patience_s: float | None = None) -> T:
     """The answer of a gateway that may be away for a moment, as when it is restarted. absences: the errors
     that say so; by default those after which `ask` may be repeated. Raises what `ask` raises last."""
-    until, has_told, errors = time.monotonic() + START_PATIENCE_S, False, absences or (httpx.ConnectError, Away)
+    patience_s = START_PATIENCE_S if patience_s is None else patience_s
+    until, has_told, errors = time.monotonic() + patience_s, False, absences or (httpx.ConnectError, Away)
     while True:
         try:
             return ask()
         except errors as error:
-            if time.monotonic() > until:
+            if time.monotonic() >= until:
                 raise
             if not has_told:
-                print(f"no gateway now ({words_of(error)}): trying for {START_PATIENCE_S:g} s", file=sys.stderr)
+                print(f"no gateway now ({words_of(error)}): trying for {patience_s:g} s", file=sys.stderr)
             has_told = True
             time.sleep(POLL_S)
 
@@ -164,16 +167,9 @@ def collect(client: httpx.Client, batch: dict[str, Any], out: Path, sifted: Sift
 def download(client: httpx.Client, file_id: str, path: Path, before: bytes = b"") -> None:
     """A file, whole or not at all, after what stands before it: a gateway that dies meanwhile is
     waited for."""
-    unfinished, until = part_of(path), time.monotonic() + PATIENCE_S
+    unfinished = part_of(path)
     try:
-        while True:
-            try:
-                fetch(client, file_id, unfinished, before)
-                break
-            except (httpx.HTTPError, Unavailable):
-                if time.monotonic() > until:
-                    raise
-                time.sleep(POLL_S)
+        insist(lambda: fetch(client, file_id, unfinished, before), httpx.HTTPError, Unavailable, patience_s=PATIENCE_S)
         unfinished.replace(path)
     except OSError as error:
         raise StartupError(f"{path}: {error.strerror}") from None

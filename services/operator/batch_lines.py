@@ -1,16 +1,14 @@
 """The lines of a file of requests, before it is sent. One that is no request would fail the whole
 batch: it is left out, and has an answer of its own."""
 
-import codecs
 import json
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
 
 import orjson
 
-from services.requests.store.batches.lines import MAX_LINES, read_line
+from services.requests.store.batches.lines import MAX_LINES, lines_of, read_line
 from shared.process.errors import Invalid, StartupError
 
 MAX_LINE_BYTES = 64 << 20  # that is looked at
@@ -57,25 +55,13 @@ def sift(source: Path, file: IO[bytes]) -> Sifted:
     """Look through a file. Beyond the most lines of a batch nothing is looked at: the gateway refuses
     such a file. Raises StartupError for one that asks for nothing."""
     found = Sifted()
-    for number, line in lines_of(file):
+    for number, line in lines_of(file, MAX_LINE_BYTES):
         if max(len(found.custom_ids), len(found.refused)) > MAX_LINES:
             break
         found.take(number, line)
     if not found.endpoint:
         raise StartupError(f'{source}: no line is a request: {{"custom_id": …, "method": "POST", "url": …, "body": …}}')
     return found
-
-
-def lines_of(file: IO[bytes]) -> Iterator[tuple[int, bytes]]:
-    """The lines that are not empty, with their numbers, each as far as a line may be long."""
-    number = 0
-    while line := file.readline(MAX_LINE_BYTES):
-        number, rest = number + 1, line
-        while not rest.endswith(b"\n") and (rest := file.readline(MAX_LINE_BYTES)):
-            pass
-        text = (line.removeprefix(codecs.BOM_UTF8) if number == 1 else line).strip()
-        if text:
-            yield number, text
 
 
 def url_of(line: bytes) -> str:

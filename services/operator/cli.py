@@ -103,30 +103,17 @@ def build_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     commands.add_parser("up", add_help=False, help="start everything on this machine")
     serve = commands.add_parser(
-        "serve",
-        add_help=False,
-        help="run one stage in the foreground (penstock serve STAGE --help)",
-        epilog=SERVE_EXAMPLES,
+        "serve", add_help=False, help="run one stage here (penstock serve STAGE --help)", epilog=SERVE_EXAMPLES
     )
     serve.add_argument("stage", choices=STAGES, metavar="STAGE", help=", ".join(STAGES))
     serve.add_argument(
-        "-h",
-        "--help",
-        action=StageHelp,
-        nargs=0,
-        dest="stage_help",
-        default=[],
-        help="show this help message; after a stage, all of its flags",
+        "-h", "--help", action=StageHelp, nargs=0, dest="stage_help", default=[], help="after a stage: all of its flags"
     )
     add_status(
         commands.add_parser("status", help="show replicas, queues, running requests, tokens/s", epilog=STATUS_EXAMPLES)
     )
     add_chat(commands.add_parser("chat", help="chat in the terminal", epilog=CHAT_EXAMPLES))
-    add_batch(
-        commands.add_parser(
-            "batch", help="have a file of requests answered, and wait for the answers", epilog=BATCH_EXAMPLES
-        )
-    )
+    add_batch(commands.add_parser("batch", help="have a file of requests answered, and wait", epilog=BATCH_EXAMPLES))
     pull = commands.add_parser(
         "pull", help="fetch a model into ~/.penstock/models; --model then finds it by name", epilog=PULL_EXAMPLES
     )
@@ -141,14 +128,10 @@ def build_parser() -> argparse.ArgumentParser:
         "simulate", add_help=False, help="simulate a trace of requests on a model and hardware of your choice"
     )
     add_quantize(
-        commands.add_parser(
-            "quantize", help="write a quantized checkpoint that loads in seconds", epilog=QUANTIZE_EXAMPLES
-        )
+        commands.add_parser("quantize", help="write a checkpoint that loads in seconds", epilog=QUANTIZE_EXAMPLES)
     )
     add_train_heads(
-        commands.add_parser(
-            "train-heads", help="train heads that guess a model's next tokens", epilog=TRAIN_HEADS_EXAMPLES
-        )
+        commands.add_parser("train-heads", help="train heads that guess next tokens", epilog=TRAIN_HEADS_EXAMPLES)
     )
     built = "example:\n  apt install g++ && penstock build-kernels"
     commands.add_parser(
@@ -163,12 +146,10 @@ def build_parser() -> argparse.ArgumentParser:
         "--text",
         default="",
         metavar="MODEL",
-        help="of shapes that see: the model whose text part is taken (default: smollm2-135m, or demo)",
+        help="whose text part a shape that sees has (default: smollm2-135m or demo)",
     )
     make.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="default: %(default)s")
-    make.add_argument(
-        "--seed", type=whole_number, default=0, metavar="N", help="seed of the random numbers (default: %(default)s)"
-    )
+    make.add_argument("--seed", type=whole_number, default=0, metavar="N", help="seed of the random numbers")
     add_force(make)
     # up, serve and simulate hand what they don't know to parsers of their own
     for command in commands.choices.values():
@@ -180,9 +161,7 @@ def build_parser() -> argparse.ArgumentParser:
 def add_status(status: argparse.ArgumentParser) -> None:
     place = status.add_mutually_exclusive_group()
     place.add_argument(
-        "--redis-url",
-        metavar="URL",
-        help="the Redis that the stages share (default: PENSTOCK_REDIS_URL, else the one of penstock up)",
+        "--redis-url", metavar="URL", help="the stages' Redis (default: PENSTOCK_REDIS_URL, else penstock up's)"
     )
     place.add_argument("--data-dir", type=Path, metavar="FOLDER", help="the --data-dir of the penstock up to ask")
     status.add_argument(
@@ -191,69 +170,42 @@ def add_status(status: argparse.ArgumentParser) -> None:
         nargs="?",
         const=2.0,
         metavar="SECONDS",
-        help="look again every so many seconds (default: %(const)s)",
+        help="look again so often (default: %(const)s)",
     )
     status.add_argument("--json", action="store_true", help="for programs; with --watch, a line for each look")
 
 
 def add_chat(chat: argparse.ArgumentParser) -> None:
     chat.add_argument(
-        "question",
-        nargs="?",
-        default="",
-        metavar="QUESTION",
-        help="one question instead of a chat; text from a pipe is put below it",
+        "question", nargs="?", default="", metavar="QUESTION", help="one, and no chat; text from a pipe is put below it"
     )
-    chat.add_argument("--url", default="http://127.0.0.1:8000", help="the server (default: %(default)s)")
+    chat.add_argument("--url", default="http://127.0.0.1:8000", help="the server")
     chat.add_argument("--model", help="default: the first that the server serves")
     chat.add_argument("--system", default="", metavar="TEXT", help="a system prompt")
-    chat.add_argument("--temperature", type=float, default=0.7, metavar="X", help="0 is greedy (default: %(default)s)")
+    chat.add_argument("--temperature", type=float, default=0.7, metavar="X", help="0 is greedy")
     chat.add_argument(
-        "--max-tokens",
-        type=positive_number,
-        metavar="N",
-        help="longest answer (default: as long as the context has room for)",
+        "--max-tokens", type=positive_number, metavar="N", help="longest answer (default: what the context holds)"
     )
     chat.add_argument("--seed", type=whole_number, metavar="N", help="the same conversation then gets the same answers")
     chat.add_argument(
-        "--image",
-        action="append",
-        default=[],
-        metavar="FILE",
-        help="an image with the (first) question, of a model that sees; several times",
+        "--image", action="append", default=[], metavar="FILE", help="an image with the first question; several times"
     )
 
 
 def add_batch(batch: argparse.ArgumentParser) -> None:
     batch.add_argument(
-        "source",
-        metavar="FILE",
-        help=(
-            "a file with a request on each line, in the form of OpenAI's batches; or the id of a batch, to wait for "
-            "it again"
-        ),
+        "source", metavar="FILE", help="requests, a line each, as OpenAI's batches have them; or a batch's id"
     )
-    batch.add_argument("--url", default="http://127.0.0.1:8000", help="the gateway (default: %(default)s)")
+    batch.add_argument("--url", default="http://127.0.0.1:8000", help="the gateway")
     batch.add_argument(
         "--out",
         type=Path,
         metavar="FILE",
-        help=(
-            "file of the answers; by default FILE.out.jsonl next to the input, and failed requests in "
-            "FILE.out.errors.jsonl"
-        ),
+        help="answers; by default FILE.out.jsonl, failed requests in FILE.out.errors.jsonl",
     )
+    batch.add_argument("--window", default="24h", metavar="TIME", help="in which the batch must end, at most 24h")
     batch.add_argument(
-        "--window",
-        default="24h",
-        metavar="TIME",
-        help="time in which the batch must end, at most 24h (default: %(default)s)",
-    )
-    batch.add_argument(
-        "--api-key",
-        default=os.environ.get("PENSTOCK_API_KEY", ""),
-        metavar="KEY",
-        help="default: PENSTOCK_API_KEY of the environment",
+        "--api-key", default=os.environ.get("PENSTOCK_API_KEY", ""), metavar="KEY", help="default: PENSTOCK_API_KEY"
     )
 
 
@@ -267,34 +219,17 @@ def add_quantize(quantize: argparse.ArgumentParser) -> None:
         help="default: %(default)s; for fp8 on a GPU, quantize at load: penstock up --quantization fp8",
     )
     quantize.add_argument(
-        "--group",
-        type=int,
-        choices=(32, 64, 128),
-        default=32,
-        help="inputs that share a step (w4) or a scale (nf4) (default: %(default)s)",
+        "--group", type=int, choices=(32, 64, 128), default=32, help="inputs that share a step (w4) or a scale (nf4)"
     )
     quantize.add_argument(
-        "--attention-output",
-        action="store_true",
-        help="with four bits, attention's output projection in four bits too; else it has eight",
+        "--attention-output", action="store_true", help="attention's output projection in four bits, too; else eight"
+    )
+    quantize.add_argument("--lm-head", action="store_true", help="the LM head in four bits, too; else eight")
+    quantize.add_argument(
+        "--calibrate", metavar="TEXT", help="a text file, or default: calibrate the rounding on it, which takes minutes"
     )
     quantize.add_argument(
-        "--lm-head", action="store_true", help="with four bits, the LM head in four bits too; else it has eight"
-    )
-    quantize.add_argument(
-        "--calibrate",
-        metavar="TEXT",
-        help=(
-            "a text file, or default: calibrate the rounding on this text. Takes minutes, and loses less of the "
-            "model's quality"
-        ),
-    )
-    quantize.add_argument(
-        "--calibration-tokens",
-        type=positive_number,
-        default=16_384,
-        metavar="N",
-        help="longest part of the text to use, in tokens (default: %(default)s)",
+        "--calibration-tokens", type=positive_number, default=16_384, metavar="N", help="tokens of the text, at most"
     )
     add_force(quantize)
 
@@ -305,58 +240,24 @@ def add_train_heads(train: argparse.ArgumentParser) -> None:
     )
     train.add_argument("out", metavar="OUT", type=Path, help="folder to write")
     train.add_argument(
-        "--prompts",
-        default="default",
-        metavar="FILE",
-        help="a text file, a prompt on each line (default: 1,200 built-in ones, in English)",
+        "--prompts", default="default", metavar="FILE", help="a prompt on each line (default: 1,200 built-in ones)"
     )
     train.add_argument(
-        "--tokens",
-        type=positive_number,
-        default=100_000,
-        metavar="N",
-        help="tokens of the model's answers, about (default: %(default)s)",
+        "--tokens", type=positive_number, default=100_000, metavar="N", help="tokens of the model's answers, about"
     )
     train.add_argument(
-        "--temperature",
-        type=float,
-        metavar="X",
-        help="at which it answers (default: as the model's makers say, else 1)",
+        "--temperature", type=float, metavar="X", help="of answers (default: as the model's makers say, else 1)"
+    )
+    train.add_argument("--heads", type=positive_number, default=3, metavar="N", help="each guesses one token further")
+    train.add_argument("--layers", type=positive_number, default=1, metavar="N", help="residual blocks of a head")
+    train.add_argument(
+        "--vocabulary", type=positive_number, default=8192, metavar="N", help="frequent tokens, which heads know"
     )
     train.add_argument(
-        "--heads",
-        type=positive_number,
-        default=3,
-        metavar="N",
-        help="each guesses one token further (default: %(default)s)",
+        "--epochs", type=positive_number, default=6, metavar="N", help="times that each answer is learnt from"
     )
-    train.add_argument(
-        "--layers",
-        type=positive_number,
-        default=1,
-        metavar="N",
-        help="residual blocks of a head (default: %(default)s)",
-    )
-    train.add_argument(
-        "--vocabulary",
-        type=positive_number,
-        default=8192,
-        metavar="N",
-        help="frequent tokens, which heads know (default: %(default)s)",
-    )
-    train.add_argument(
-        "--epochs",
-        type=positive_number,
-        default=6,
-        metavar="N",
-        help="times that each answer is learnt from (default: %(default)s)",
-    )
-    train.add_argument(
-        "--learning-rate", type=float, default=2e-3, metavar="X", help="the largest, of AdamW (default: %(default)s)"
-    )
-    train.add_argument(
-        "--seed", type=whole_number, default=0, metavar="N", help="of answers and training (default: %(default)s)"
-    )
+    train.add_argument("--learning-rate", type=float, default=2e-3, metavar="X", help="the largest, of AdamW")
+    train.add_argument("--seed", type=whole_number, default=0, metavar="N", help="of answers and training")
     train.add_argument("--num-threads", type=whole_number, default=0, metavar="N", help="0: all cores")
     add_force(train)
 
@@ -381,17 +282,13 @@ def main(argv: list[str] | None = None) -> int:
     except ModuleNotFoundError as error:
         if error.name is None or (error.name.split(".")[0] in OURS and error.name not in NOT_IN_IMAGES):
             raise  # a mistake of ours
-        print(
-            f"penstock: the package {error.name!r} is not installed: pip install 'penstock[all]' has all that this "
-            "needs",
-            file=sys.stderr,
-        )
+        what = f"the package {error.name!r} is not installed: pip install 'penstock[all]' has all that this needs"
+        print(f"penstock: {what}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130
-    except (
-        BrokenPipeError
-    ):  # the reader of our output has gone, as head does; what is still buffered must not fail at the exit
+    except BrokenPipeError:
+        # the reader of our output has gone, as head does; what is still buffered must not fail at the exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
 

@@ -20,10 +20,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add.add_argument("name", help="the tenant's name, in the log and in `keys list`")
     add.add_argument("--rpm", type=positive_number, metavar="N", help="requests a minute")
     add.add_argument(
-        "--tpm",
-        type=positive_number,
-        metavar="N",
-        help="tokens a minute, of prompt and output, estimated as for --max-tokens-in-flight",
+        "--tpm", type=positive_number, metavar="N", help="tokens a minute, estimated as for --max-tokens-in-flight"
     )
     add.add_argument(
         "--concurrency", type=positive_number, metavar="N", help="requests in the pipeline at once (n = 2 are two)"
@@ -32,16 +29,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--models", metavar="A,B", help="the models that the tenant may use, by any of their names (default: all)"
     )
     add.add_argument(
-        "--priority",
-        type=int,
-        default=0,
-        metavar="N",
-        help="added to the priority of each request; smaller is sooner (default: %(default)s)",
+        "--priority", type=int, default=0, metavar="N", help="added to the priority of each request; smaller is sooner"
     )
     add.add_argument(
-        "--admin",
-        action="store_true",
-        help="an administrator's key: may also read /metrics and see the work of all tenants",
+        "--admin", action="store_true", help="an administrator's key: may read /metrics and see the work of all tenants"
     )
     listing = actions.add_parser("list", help="names, limits and ages; never the keys")
     rotate = actions.add_parser("rotate", help="give a tenant another key; the old one stops working at once")
@@ -68,14 +59,9 @@ def keys(args: argparse.Namespace) -> None:
                 raise StartupError(
                     "--models names no model, so the key would be good for nothing; without it, all are meant"
                 )
-            limits = {
-                "requests_per_minute": args.rpm,
-                "tokens_per_minute": args.tpm,
-                "max_concurrency": args.concurrency,
-            }
-            print(
-                add_key(args.keys_file, args.name, is_admin=args.admin, models=models, priority=args.priority, **limits)
-            )
+            limits = {"requests_per_minute": args.rpm, "tokens_per_minute": args.tpm}
+            limits |= {"max_concurrency": args.concurrency, "priority": args.priority}
+            print(add_key(args.keys_file, args.name, is_admin=args.admin, models=models, **limits))
         case "rotate":
             print(rotate_key(args.keys_file, args.name))
         case "revoke":
@@ -92,10 +78,7 @@ def table(path: Path) -> str:
         return f"no keys: there is no {path}"
     lines = [COLUMNS.format("NAME", "MADE", "RPM", "TPM", "CONCURRENCY", "PRIORITY", "ADMIN", "MODELS")]
     for key in found:
-        limits = [
-            limit if limit is not None else "-"
-            for limit in (key.requests_per_minute, key.tokens_per_minute, key.max_concurrency)
-        ]
+        limits = [limit if limit is not None else "-" for limit in key.tenant.limits]
         made = time.strftime("%Y-%m-%d %H:%M", time.localtime(key.created_at))
         models = ",".join(key.models) if key.models is not None else "all"
         lines.append(COLUMNS.format(key.name, made, *limits, key.priority, "yes" if key.is_admin else "-", models))

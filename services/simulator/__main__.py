@@ -1,6 +1,7 @@
 """`penstock simulate`: predicts the speed of a model on other hardware."""
 
 import argparse
+import math
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
@@ -9,18 +10,18 @@ from tqdm import tqdm
 
 from services.compute.scheduling.admission import STRATEGIES
 from services.compute.scheduling.scheduler import Scheduler
-from services.simulator.fleet import Fleet, Run
+from services.simulator.fleet import Fleet
 from services.simulator.hardware import HARDWARE, KV_BYTES, LINKS, PRECISIONS, Link
 from services.simulator.machine import Machine, find_machine
 from services.simulator.models import MODELS, find_model
 from services.simulator.policy import Policy, read_policy
-from services.simulator.replica import Outcomes, ReplicaLimits, SimulatedReplica, SteadyScheduler
+from services.simulator.replica import ReplicaLimits, replicas_of
 from services.simulator.report import Limits, plot, table
 from services.simulator.roofline import CardGroup, Work
 from services.simulator.simulator import PERCENTILES, ReplayResult, check_lengths, percentiles, replay
 from services.simulator.table import TABLE_HARDWARE, TABLE_MODELS, TABLE_PRECISIONS, Case, lines_of, published_lines
 from services.simulator.trace import TraceRequest, load_trace, with_rate, with_speed
-from shared.process.arguments import CommandLineParser
+from shared.process.arguments import CommandLineParser, positive_number, whole_number
 from shared.process.errors import StartupError
 
 EXAMPLES = """examples:
@@ -37,21 +38,20 @@ EXAMPLES = """examples:
                                                 an Azure trace, 8 times as fast, on 4, on 12, and on 1 to 12 replicas
 """
 DEFAULTS = {"model": "llama-3-8b", "hardware": "a100-80g", "quantization": "none", "kv_cache_dtype": "auto"}
-COUNTS = (
-    "tensor_parallel_size",
-    "pipeline_parallel_size",
-    "num_requests",
-    "rate",
-    "speed",
-    "max_total_tokens",
-    "max_num_seqs",
-    "max_batched_tokens",
-    "target_itl_ms",
-    "block_size",
-    "max_replicas",
-    "ttft_ms",
-    "tpot_ms",
-)
+
+
+def positive(text: str) -> float:
+    return bounded(text, float(text) > 0, "above 0")
+
+
+def not_negative(text: str) -> float:
+    return bounded(text, float(text) >= 0, "not negative")
+
+
+def bounded(text: str, is_right: bool, words: str) -> float:
+    if not is_right or float(text) == math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number that is {words}")
+    return float(text)
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -81,50 +81,34 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--quantization", choices=PRECISIONS, help="form of the weights; none: 16 bits (default: none)")
     parser.add_argument("--kv-cache-dtype", choices=KV_BYTES, help="of keys and values; auto: 16 bits (default: auto)")
     parser.add_argument(
-        "--tensor-parallel-size",
-        type=int,
-        default=1,
-        metavar="N",
-        help="cards that divide every layer (default: %(default)s)",
+        "--tensor-parallel-size", type=positive_number, default=1, metavar="N", help="cards that divide every layer"
     )
     parser.add_argument(
-        "--pipeline-parallel-size",
-        type=int,
-        default=1,
-        metavar="N",
-        help="stages that divide the layers (default: %(default)s)",
+        "--pipeline-parallel-size", type=positive_number, default=1, metavar="N", help="stages that divide the layers"
     )
     parser.add_argument(
-        "--link",
-        choices=LINKS,
-        metavar="LINK",
-        help=f"between cards: {', '.join(LINKS)} (default: the card's own in a host)",
+        "--link", choices=LINKS, metavar="LINK", help=f"between cards: {', '.join(LINKS)} (default: the card's own)"
     )
     parser.add_argument("--pipeline-link", choices=LINKS, metavar="LINK", help="between stages (default: as --link)")
     parser.add_argument(
-        "--price",
-        type=float,
-        help="$ of a card for an hour (default: a round figure that is assumed; 1 for measured steps)",
+        "--price", type=not_negative, help="$ of a card for an hour (default: a round figure; 1 for measured steps)"
     )
-    parser.add_argument("--num-requests", type=int, help="default: all of the file, 1000 synthetic ones")
+    parser.add_argument("--num-requests", type=positive_number, help="default: all of the file, 1000 synthetic ones")
     parser.add_argument(
-        "--rate", type=float, help="requests/s, at random times; default: the trace's times, or all at once"
+        "--rate", type=positive, help="requests/s, at random times; default: the trace's times, or all at once"
     )
-    parser.add_argument("--speed", type=float, help="the trace's times pass so many times as fast")
+    parser.add_argument("--speed", type=positive, help="the trace's times pass so many times as fast")
     parser.add_argument(
-        "--max-total-tokens",
-        type=int,
-        default=4096,
-        help="tokens that each request asks for, prompt and answer (default: %(default)s)",
+        "--max-total-tokens", type=positive_number, default=4096, help="tokens that each request asks for in all"
     )
     parser.add_argument("--admission", choices=STRATEGIES, default="predicted", help="default: %(default)s")
-    parser.add_argument("--max-num-seqs", type=int, default=256, help="default: %(default)s")
-    parser.add_argument("--max-batched-tokens", type=int, default=2048, help="default: %(default)s")
+    parser.add_argument("--max-num-seqs", type=positive_number, default=256, help="default: %(default)s")
+    parser.add_argument("--max-batched-tokens", type=positive_number, default=2048, help="default: %(default)s")
     parser.add_argument(
-        "--target-itl-ms", type=float, help="cut prompts into chunks so that steps take no longer than this"
+        "--target-itl-ms", type=positive, help="cut prompts into chunks so that steps take no longer than this"
     )
-    parser.add_argument("--block-size", type=int, default=16, help="default: %(default)s")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--block-size", type=positive_number, default=16, help="default: %(default)s")
+    parser.add_argument("--seed", type=whole_number, default=0)
     tables = parser.add_argument_group("tables, in Markdown")
     help_text = f"by default {', '.join(TABLE_MODELS)} on {', '.join(TABLE_HARDWARE)}; flags above choose one"
     tables.add_argument(
@@ -136,42 +120,32 @@ def build_parser() -> argparse.ArgumentParser:
     fleet = parser.add_argument_group(
         "several replicas at one stream", "Each number of replicas, and each choice of triggers, is a run of its own."
     )
-    fleet.add_argument("--replicas", type=int, nargs="+", metavar="N", default=[], help="fixed numbers of replicas")
+    fleet.add_argument(
+        "--replicas", type=positive_number, nargs="+", metavar="N", default=[], help="fixed numbers of replicas"
+    )
     fleet.add_argument(
         "--autoscale",
         metavar="FILE",
         help="replicas by the ScaledObject for compute in this manifest, e.g. deploy/kubernetes/keda/scaled.yaml",
     )
     fleet.add_argument(
-        "--triggers",
-        nargs="+",
-        metavar="NAMES",
-        help="of the manifest's triggers, only these: lag, pending, or lag+pending",
+        "--triggers", nargs="+", metavar="NAMES", help="only these of the manifest's: lag, pending, or lag+pending"
     )
-    fleet.add_argument("--min-replicas", type=int, metavar="N", help="instead of the manifest's")
-    fleet.add_argument("--max-replicas", type=int, metavar="N", help="instead of the manifest's")
+    fleet.add_argument("--min-replicas", type=whole_number, metavar="N", help="instead of the manifest's")
+    fleet.add_argument("--max-replicas", type=positive_number, metavar="N", help="instead of the manifest's")
     fleet.add_argument(
-        "--start-s",
-        type=float,
-        default=60.0,
-        help="from a replica's start until its model is loaded (default: %(default)s)",
+        "--start-s", type=not_negative, default=60.0, help="from a replica's start until its model is loaded"
     )
     fleet.add_argument(
-        "--ttft-ms",
-        type=float,
-        default=2000.0,
-        help="goodput counts requests whose TTFT is at most this (default: %(default)s)",
+        "--ttft-ms", type=positive, default=2000.0, help="goodput counts requests whose TTFT is at most this"
     )
-    fleet.add_argument(
-        "--tpot-ms", type=float, default=100.0, help="and whose TPOT is at most this (default: %(default)s)"
-    )
+    fleet.add_argument("--tpot-ms", type=positive, default=100.0, help="and whose TPOT is at most this")
     return parser
 
 
 def simulate(argv: list[str]) -> None:
     """Replay and print. Raises StartupError for what can't be."""
     args = build_parser().parse_args(argv)
-    check_numbers(args)
     if args.published:
         print_lines(published_lines())
         return
@@ -193,17 +167,6 @@ def simulate(argv: list[str]) -> None:
         simulate_fleets(args, sorted(requests, key=lambda request: request.arrived_at), machine)
     else:
         simulate_replica(args, requests, machine)
-
-
-def check_numbers(args: argparse.Namespace) -> None:
-    """Raises StartupError for those that are out of bounds."""
-    for name in COUNTS:
-        value = getattr(args, name)
-        if value is not None and value <= 0:
-            raise StartupError(f"--{name.replace('_', '-')}: must be above 0, got {value}")
-    for name in ("seed", "min_replicas", "start_s", "price"):
-        if (value := getattr(args, name)) is not None and value < 0:
-            raise StartupError(f"--{name.replace('_', '-')}: must not be negative, got {value}")
 
 
 def requests_of(args: argparse.Namespace) -> list[TraceRequest]:
@@ -278,12 +241,9 @@ def print_tables(args: argparse.Namespace, requests: list[TraceRequest]) -> None
 
 def simulate_replica(args: argparse.Namespace, requests: list[TraceRequest], machine: Machine) -> None:
     scheduler = limits_of(args).scheduler(Scheduler, machine.kv_tokens)
+    longest, cost = args.max_total_tokens, machine.cost
     result = replay(
-        scheduler,
-        requests,
-        lambda batch: machine.cost.seconds(Work.of(batch)),
-        max_total_tokens=args.max_total_tokens,
-        progress=True,
+        scheduler, requests, lambda batch: cost.seconds(Work.of(batch)), max_total_tokens=longest, progress=True
     )
     print(describe(result, machine.price))
     peaks = scheduler.admission.peaks
@@ -317,24 +277,15 @@ def policies(args: argparse.Namespace) -> dict[str, Policy]:
 
 def simulate_fleets(args: argparse.Namespace, requests: list[TraceRequest], machine: Machine) -> None:
     """The same requests on each fleet."""
-    if min(args.replicas, default=1) < 1:
-        raise StartupError(f"--replicas: must be above 0, got {min(args.replicas)}")
     autoscaled = policies(args) if args.autoscale else {}
     fleets: dict[str, tuple[int, Policy | None]] = {f"{count} fixed": (count, None) for count in args.replicas}
     fleets |= {name: (policy.min_replicas, policy) for name, policy in autoscaled.items()}
 
-    limits = limits_of(args)
-
-    def make_replica(outcomes: Outcomes) -> SimulatedReplica:
-        return SimulatedReplica(
-            limits.scheduler(SteadyScheduler, machine.kv_tokens), machine.cost, outcomes, limits.max_total_tokens
-        )
-
-    runs: dict[str, Run] = {}
-    for name, (num_replicas, policy) in fleets.items():
-        runs[name] = Fleet(requests, make_replica, start_s=args.start_s, policy=policy).replay(
-            num_replicas, progress=True
-        )
+    make_replica = replicas_of(limits_of(args), machine.cost, machine.kv_tokens)
+    runs = {
+        name: Fleet(requests, make_replica, start_s=args.start_s, policy=policy).replay(num_replicas, progress=True)
+        for name, (num_replicas, policy) in fleets.items()
+    }
     print(
         f"{len(requests):,} requests in {requests[-1].arrived_at:,.0f} s; goodput: TTFT up to {args.ttft_ms:g} ms, "
         f"TPOT up to {args.tpot_ms:g} ms"

@@ -7,10 +7,8 @@ BANDWIDTH_SHARE, FLOPS_SHARE, LINK_SHARE = 0.8, 0.6, 0.8
 HOST_S = 1.5e-3  # of a step, in addition to its bytes and operations
 # A step that is not recorded is launched kernel by kernel, while the card computes what was launched.
 LAUNCH_S = 10e-6  # of the host, in Python
-LAYER_LAUNCHES, GATHER_LAUNCHES = (
-    9,
-    7,
-)  # of a layer, and of each gather: padding, the collective, putting parts side by side
+# of a layer, and of each gather: padding, the collective, putting parts side by side
+LAYER_LAUNCHES, GATHER_LAUNCHES = 9, 7
 
 
 @dataclass(frozen=True, slots=True)

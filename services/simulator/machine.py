@@ -44,11 +44,8 @@ def find_machine(
     if name in HARDWARE:
         hardware = HARDWARE[name]
         room = kv_tokens(model, hardware, precision, group)
-        return Machine(
-            Roofline(model, hardware, precision, group),
-            room,
-            (hardware.price if price is None else price) * group.num_cards,
-        )
+        whole_price = (hardware.price if price is None else price) * group.num_cards
+        return Machine(Roofline(model, hardware, precision, group), room, whole_price)
     try:
         fields = json.loads(Path(name).read_text())
         fixed_s, *others = costs = [float(fields[key]) for key in ("fixed_s", "per_token_s", "per_context_token_s")]

@@ -92,9 +92,9 @@ class Autoscaler:
         wanted = max(proposal(figures[each.metric], each.target, current) for each in self.policy.triggers)
         wanted = self._stabilize(now, wanted, current)
         if wanted > current:
-            wanted = max(current, min(wanted, maximum, self._most_up(now, current)))
+            wanted = max(current, min(wanted, maximum, self._bound(self.policy.up, 1, now, current)))
         elif wanted < current:
-            wanted = min(current, max(wanted, minimum, self._least_down(now, current)))
+            wanted = min(current, max(wanted, minimum, self._bound(self.policy.down, -1, now, current)))
         if wanted != current:
             self._changes.append((now, wanted - current))
         return wanted
@@ -108,27 +108,16 @@ class Autoscaler:
         self._wanted = [(at, count) for at, count in self._wanted if at > now - longest] + [(now, wanted)]
         return min(max(current, lowest), highest)
 
-    def _before(self, now: float, current: int, period_s: float) -> int:
-        """The replicas there were at the period's beginning."""
-        return current - sum(change for at, change in self._changes if at > now - period_s)
-
-    def _most_up(self, now: float, current: int) -> int:
-        rules = self.policy.up
-        bounds = [
-            math.ceil(before * (1 + limit.value / 100)) if limit.is_percent else before + int(limit.value)
-            for limit in rules.limits
-            for before in [self._before(now, current, limit.period_s)]
-        ]
-        return current if rules.select == "Disabled" else max(bounds) if rules.select == "Max" else min(bounds)
-
-    def _least_down(self, now: float, current: int) -> int:
-        rules = self.policy.down
-        bounds = [
-            int(before * (1 - limit.value / 100)) if limit.is_percent else before - int(limit.value)
-            for limit in rules.limits
-            for before in [self._before(now, current, limit.period_s)]
-        ]
-        return current if rules.select == "Disabled" else min(bounds) if rules.select == "Max" else max(bounds)
+    def _bound(self, rules: Rules, sign: int, now: float, current: int) -> int:
+        """The most replicas that there may be by the rules, or, where sign is -1, the fewest."""
+        if rules.select == "Disabled":
+            return current
+        bounds = []
+        for limit in rules.limits:
+            before = current - sum(change for at, change in self._changes if at > now - limit.period_s)
+            change = math.ceil(before * limit.value / 100) if limit.is_percent else int(limit.value)
+            bounds.append(sign * before + change)
+        return sign * (max(bounds) if rules.select == "Max" else min(bounds))
 
 
 def proposal(value: float, target: float, current: int) -> int:

@@ -2,7 +2,7 @@
 additions."""
 
 from array import array
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Numbers
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -169,11 +169,8 @@ class SimulatedReplica:
         tokens = cast(list[int], bytearray(request.num_prompt_tokens + num_output_tokens))
         params = params_for(self.max_total_tokens - request.num_prompt_tokens)
         handle = number + self._num_rounds * len(self.outcomes.requests)  # what comes back has another
-        self.scheduler.add(
-            Sequence(
-                Request(handle, "", params, arrived_at=request.arrived_at), Tokens(tokens, request.num_prompt_tokens)
-            )
-        )
+        asked = Request(handle, "", params, arrived_at=request.arrived_at)
+        self.scheduler.add(Sequence(asked, Tokens(tokens, request.num_prompt_tokens)))
 
     def begin_step(self, now: float) -> float | None:
         """The next step begins. Returns when it will end, in s; None if there is nothing to do."""
@@ -291,6 +288,13 @@ class SimulatedReplica:
             for each in reversed(running)
         ]
         self._ends.sort(key=lambda end: -end[0])  # stable: of those that end together, the first that runs is last
+
+
+def replicas_of(limits: ReplicaLimits, cost: Cost, kv_tokens: int) -> Callable[[Outcomes], SimulatedReplica]:
+    """Makes the replicas of a fleet, whose KV caches have room for so many tokens each."""
+    return lambda outcomes: SimulatedReplica(
+        limits.scheduler(SteadyScheduler, kv_tokens), cost, outcomes, limits.max_total_tokens
+    )
 
 
 @lru_cache(65536)

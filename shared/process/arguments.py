@@ -16,12 +16,22 @@ NULLABLE = re.compile(r"\{(.*),null\}")
 TYPES = {"str": "TEXT", "int": "N", "float": "X", "ByteSize": "SIZE", "Path": "PATH", "list[str]": "TEXT"}
 
 
+class HelpFormatter(argparse.RawDescriptionHelpFormatter):
+    """Says each flag's default behind its description, unless that does, or there is none."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        default, text = action.default, action.help or ""
+        if default in (None, "", [], argparse.SUPPRESS) or isinstance(default, bool) or "default:" in text:
+            return action.help
+        return f"{text} (default: %(default)s)" if action.option_strings else action.help
+
+
 class CommandLineParser(argparse.ArgumentParser):
     """An argparse parser that takes flags by their whole names only, and is brief about
     mistakes."""
 
     def __init__(self, **options: Any) -> None:
-        super().__init__(formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False, **options)
+        super().__init__(formatter_class=HelpFormatter, allow_abbrev=False, **options)
 
     def error(self, message: str) -> NoReturn:
         sys.stderr.write(f"penstock: {self._explain(message)}\n")

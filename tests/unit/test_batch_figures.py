@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import redis.asyncio
 
-from services.jobs.upkeep import backlog_of
+from services.jobs.upkeep import queue_backlog
 from services.requests.store.batches import store as stores
-from services.requests.store.batches.figures import BatchFigures, queue_backlog
+from services.requests.store.batches.figures import BatchFigures
 from services.requests.store.batches.store import BatchRecord, BatchStore
 from services.requests.store.tenants.tenant import EVERYBODY
 from shared.wire.streams import BATCH_FIGURES, BATCHES_RUNNING
@@ -26,7 +26,7 @@ def test_a_new_batch_does_not_have_the_age_of_one_that_ended(tmp_path: Path) -> 
 
         old = await store.create(record("batch_a", now - 7200))
         async with client.pipeline() as pipe:  # a worker sweeps, and is stopped
-            queue_backlog(pipe, backlog_of([old]))
+            queue_backlog(pipe, [old])
             await pipe.execute()
         await store.move("batch_a", ("validating",), "cancelled")
         await store.create(record("batch_b", now))

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from services.jobs.asking import ask_completion
+from services.jobs.asking import ENDPOINTS
 from services.jobs.input import check_input, read_block, read_index, weight_of
 from services.jobs.output import answered
 from services.requests.store.batches.store import Totals
@@ -80,4 +80,4 @@ def test_an_answer_is_one_line_however_lines_are_split() -> None:
 def test_a_line_has_no_suffix() -> None:
     """The prompt of an infill needs the tokenizer, which a batch's worker does not ask."""
     with pytest.raises(Invalid, match="not available in batches"):
-        asyncio.run(ask_completion(None, {"model": "m", "prompt": "a", "suffix": "b"}, "", 0))  # type: ignore[arg-type]
+        asyncio.run(ENDPOINTS["/v1/completions"](None, {"model": "m", "prompt": "a", "suffix": "b"}, "", 0))  # type: ignore[arg-type]

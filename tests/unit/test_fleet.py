@@ -330,12 +330,13 @@ def test_the_command_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) ->
         ["--autoscale", str(tmp_path / "none.yaml")],
         ["--autoscale", str(tmp_path / "bad.yaml")],
         ["--autoscale", "missing.yaml"],
-        ["--replicas", "0"],
-        ["--speed", "0"],
-        ["--start-s", "-1"],
         ["--triggers", "speed", "--autoscale", str(MANIFEST)],
         ["--min-replicas", "9", "--max-replicas", "3", "--autoscale", str(MANIFEST)],
     ):
         assert main(["simulate", "--num-requests", "3", *bad]) == 2
         error = capsys.readouterr().err.splitlines()
         assert error[-1].startswith(f"penstock: {bad[0]}") and "Traceback" not in "".join(error)
+    for flag, value in (("--replicas", "0"), ("--speed", "0"), ("--start-s", "-1"), ("--rate", "nan")):
+        with pytest.raises(SystemExit):
+            main(["simulate", flag, value])
+        assert capsys.readouterr().err.startswith(f"penstock: {flag}: {value!r} is not a ")

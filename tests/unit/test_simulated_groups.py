@@ -278,11 +278,13 @@ def test_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
     lines = told.out.splitlines()
     assert [line.split(" | ")[1] for line in lines if line.startswith("| rtx")] == ["1", "2", "4", "8"]
     for bad, flag in (
-        (["--tensor-parallel-size", "0"], "--tensor-parallel-size"),
         (["--model", "llama-3-70b", "--tensor-parallel-size", "1"], "--model"),
         (["--table", "--tensor-parallel-size", "2"], "--table"),
         (["--table", "--hardware", "abacus"], "--hardware"),
-        (["--price", "-1"], "--price"),
     ):
         assert main([*few, *bad]) == 2
         assert capsys.readouterr().err.splitlines()[-1].startswith(f"penstock: {flag}")
+    for flag, value in (("--tensor-parallel-size", "0"), ("--price", "-1")):
+        with pytest.raises(SystemExit):
+            main([*few, flag, value])
+        assert capsys.readouterr().err.startswith(f"penstock: {flag}: {value!r} is not a ")

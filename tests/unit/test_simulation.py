@@ -151,11 +151,13 @@ def test_the_command_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) ->
         ["--hardware", "abacus"],
         ["--hardware", str(tmp_path / "free.json")],
         ["--model", "gpt-9"],
-        ["--rate", "0"],
         ["--model", "llama-3-70b"],
         ["--max-total-tokens", "100"],
-        ["--seed", "-1"],
         ["--trace", str(tmp_path / "empty.jsonl")],
     ):
         assert main(["simulate", *bad]) == 2
         assert capsys.readouterr().err.splitlines()[-1].startswith(f"penstock: {bad[0]}")
+    for flag, value in (("--rate", "0"), ("--seed", "-1")):
+        with pytest.raises(SystemExit):
+            main(["simulate", flag, value])
+        assert capsys.readouterr().err.startswith(f"penstock: {flag}: {value!r} is not a ")

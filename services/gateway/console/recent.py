@@ -111,12 +111,8 @@ class RecentRequests:
         if num_output > stay.num_tokens_before:
             stay.decoding_since = stay.decoding_since or now
         request.num_prompt_tokens, request.num_output_tokens = sequence.num_prompt_tokens, num_output
-        request.num_preemptions, request.sampler_id, request.is_lost, request.ended_at = (
-            sequence.num_preemptions,
-            sequence.sampler_id,
-            False,
-            0.0,
-        )
+        request.num_preemptions, request.sampler_id = sequence.num_preemptions, sequence.sampler_id
+        request.is_lost, request.ended_at = False, 0.0
 
     def hear(self, subscriptions: Iterable[Subscription]) -> None:
         """Take in what this gateway knows of the responses that are, or were, read here. What came

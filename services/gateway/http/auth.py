@@ -12,10 +12,11 @@ import time
 from collections import Counter, deque
 from pathlib import Path
 
-from starlette.datastructures import Headers, MutableHeaders
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from services.gateway.http.errors import error_response
+from services.gateway.http.middleware import RequestLayer, with_headers
 from services.requests.store.tenants.api_keys import MIN_KEY_LENGTH, digest_of, read_keys, wants_keys
 from services.requests.store.tenants.limits import Caller
 from services.requests.store.tenants.tenant import EVERYBODY, NOBODY, Tenant
@@ -31,6 +32,7 @@ OPEN_FOLDERS = ("/static-offline-docs/", "/playground/")
 # For administrators: what shows the work of all tenants
 ADMIN = frozenset({"/metrics", "/live"})
 ADMIN_FOLDERS = ("/live/",)
+NO_ADMINISTRATOR = "this key may not do that: use the key of an administrator"
 CHECK_EVERY_S = 1.0  # at the file of keys, whether it has changed
 MAX_KEY_LENGTH = 512
 OF_ENVIRONMENT = Tenant("environment", "environment", is_admin=True)
@@ -118,18 +120,16 @@ def _table(digests: list[tuple[bytes, Tenant]]) -> dict[bytes, tuple[bytes, Tena
     return {digest[:8]: (digest, tenant) for digest, tenant in digests}
 
 
-class Auth:
+class Auth(RequestLayer):
     """401 without a key that is good, 403 where it does not suffice; else the request has its
     caller, and the answer what is left of his limits."""
 
     def __init__(self, app: ASGIApp, keys: KeyRing) -> None:
-        self.app = app
+        super().__init__(app)
         self.keys = keys
         self.turns = Turns()
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            return await self.app(scope, receive, send)
+    async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
         path, headers = scope["path"], Headers(scope=scope)
         key = key_of(headers)
         tenant = self.keys.tenant_of(key)
@@ -152,33 +152,19 @@ class Auth:
             return await refusal(scope, receive, send)
         caller = Caller(tenant or NOBODY)
         if not caller.tenant.is_admin and (path in ADMIN or path.startswith(ADMIN_FOLDERS)):
-            refusal = error_response(
-                scope,
-                403,
-                "this key may not do that: use the key of an administrator",
-                None,
-                "insufficient_permissions",
-            )
+            refusal = error_response(scope, 403, NO_ADMINISTRATOR, None, "insufficient_permissions")
             return await refusal(scope, receive, send)
         scope.setdefault("state", {})["caller"] = caller
         await self.turns.take(caller.tenant.tenant_id)
-        if not caller.tenant.has_limits:
-            return await self.app(scope, receive, send)
-
-        async def send_with_limits(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                MutableHeaders(scope=message).update(caller.headers)
-            await send(message)
-
-        await self.app(scope, receive, send_with_limits)
+        if caller.tenant.has_limits:
+            send = with_headers(send, lambda headers: headers.update(caller.headers))
+        await self.app(scope, receive, send)
 
 
 def check_sees_all(tenant: Tenant) -> None:
     """Raises Invalid (403) for whom other tenants' work is not there."""
     if not tenant.sees_all:
-        raise Invalid(
-            "this key may not do that: use the key of an administrator", code="insufficient_permissions", status=403
-        )
+        raise Invalid(NO_ADMINISTRATOR, code="insufficient_permissions", status=403)
 
 
 def is_public(path: str) -> bool:

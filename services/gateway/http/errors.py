@@ -25,17 +25,9 @@ from shared.wire.transport import is_temporary
 log = get_logger("penstock.gateway")
 
 LLAMA_PATHS = (
-    "/completion",
-    "/completions",
-    "/chat/completions",
-    "/infill",
-    "/embedding",
-    "/embeddings",
-    "/apply-template",
-    "/props",
-    "/slots",
-    "/lora-adapters",
-)
+    "/completion", "/completions", "/chat/completions", "/infill", "/embedding", "/embeddings", "/apply-template",
+    "/props", "/slots", "/lora-adapters",
+)  # fmt: skip
 LLAMA_TYPES = {404: "not_found_error", 501: "not_supported_error"}  # where they are others than OpenAI's
 
 
@@ -79,13 +71,8 @@ def error_response(
 
 def say_refused(request: Request, status: int, code: str | None) -> None:
     """The one line of a request that never was submitted."""
-    log.info(
-        "request refused",
-        path=request.url.path[:128],
-        status=status,
-        error=code,
-        x_request_id=getattr(request.state, "request_id", None),
-    )
+    request_id = getattr(request.state, "request_id", None)
+    log.info("request refused", path=request.url.path[:128], status=status, error=code, x_request_id=request_id)
 
 
 async def on_invalid(request: Request, error: Exception) -> JSONResponse:
@@ -123,14 +110,8 @@ async def on_failed(request: Request, error: Exception) -> JSONResponse:
 
 async def on_away(request: Request, error: Exception) -> JSONResponse:
     log.warning("redis can't serve", error=reason_of(error))
-    return error_response(
-        request.scope,
-        503,
-        "the pipeline is not reachable at the moment",
-        None,
-        "redis_unavailable",
-        headers={"Retry-After": "1"},
-    )
+    message, headers = "the pipeline is not reachable at the moment", {"Retry-After": "1"}
+    return error_response(request.scope, 503, message, None, "redis_unavailable", headers)
 
 
 async def on_redis(request: Request, error: Exception) -> JSONResponse:

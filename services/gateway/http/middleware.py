@@ -4,6 +4,7 @@ its span. Plain ASGI, so that streams pass untouched."""
 import asyncio
 import re
 import uuid
+from collections.abc import Callable
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -21,38 +22,48 @@ STREAMS = ("/v1/streams/", "/v1/responses/", "/live")  # what GET may stream
 ID_PATTERN = re.compile(r"[\x21-\x7e]{1,128}")
 
 
-class RequestId:
-    """Echo the client's X-Request-Id, or make one up; Anthropic's clients read it as request-id."""
+class RequestLayer:
+    """A layer around every request. What is none, as the server's own start and end, passes by it."""
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            return await self.app(scope, receive, send)
+        await (self.handle if scope["type"] == "http" else self.app)(scope, receive, send)
+
+    async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request, or have `app` do so."""
+        raise NotImplementedError
+
+
+def with_headers(send: Send, add: Callable[[MutableHeaders], None]) -> Send:
+    """`send` that adds to an answer's headers."""
+
+    async def send_with_headers(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            add(MutableHeaders(scope=message))
+        await send(message)
+
+    return send_with_headers
+
+
+class RequestId(RequestLayer):
+    """Echo the client's X-Request-Id, or make one up; Anthropic's clients read it as request-id."""
+
+    async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
         given = Headers(scope=scope).get("x-request-id", "")
         request_id = given if ID_PATTERN.fullmatch(given) else uuid.uuid4().hex
         scope.setdefault("state", {})["request_id"] = request_id
 
-        async def send_with_id(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                headers = MutableHeaders(scope=message)
-                headers["X-Request-Id"] = request_id
-                if speaks_anthropic(scope):
-                    headers["request-id"] = request_id
-            await send(message)
-
-        await self.app(scope, receive, send_with_id)
+        own = {"X-Request-Id": request_id} | ({"request-id": request_id} if speaks_anthropic(scope) else {})
+        await self.app(scope, receive, with_headers(send, lambda headers: headers.update(own)))
 
 
-class CutOff:
+class CutOff(RequestLayer):
     """503 for a request that the server cancels at its own end, before its answer has begun: a gateway
     that was stopped while it drained has no time left for it."""
 
-    def __init__(self, app: ASGIApp) -> None:
-        self.app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
         has_begun = False
 
         async def noted(message: Message) -> None:
@@ -63,23 +74,18 @@ class CutOff:
         try:
             await self.app(scope, receive, noted)
         except asyncio.CancelledError:
-            if has_begun or scope["type"] != "http":
+            if has_begun:
                 raise
             message = "the gateway is shutting down: send the request again"
             headers = {"Retry-After": "1"}
             await error_response(scope, 503, message, None, "gateway_draining", headers=headers)(scope, receive, send)
 
 
-class OneHost:
+class OneHost(RequestLayer):
     """400 for a request of HTTP/1.1 without a Host header, and for one with several: RFC 9112,
     section 3.2."""
 
-    def __init__(self, app: ASGIApp) -> None:
-        self.app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            return await self.app(scope, receive, send)
+    async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
         num_hosts = len(Headers(scope=scope).getlist("host"))
         if num_hosts > 1 or (num_hosts == 0 and scope["http_version"] == "1.1"):
             message = f"a request of HTTP/1.1 has one Host header, this one has {num_hosts or 'none'}"
@@ -89,28 +95,22 @@ class OneHost:
         await self.app(scope, receive, send)
 
 
-class Slash:
+class Slash(RequestLayer):
     """A slash at the end of a path says nothing: no redirect, which behind a proxy would lead to
     http:// and lose the body. The playground's are files."""
 
-    def __init__(self, app: ASGIApp) -> None:
-        self.app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and not scope["path"].startswith("/playground"):
+    async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if not scope["path"].startswith("/playground"):
             scope["path"] = scope["path"].rstrip("/") or "/"
         await self.app(scope, receive, send)
 
 
-class HeadRequests:
+class HeadRequests(RequestLayer):
     """HEAD is GET without the body, which the server leaves out: load balancers ask so. Not for a
     stream, whose reader it would become."""
 
-    def __init__(self, app: ASGIApp) -> None:
-        self.app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        is_head = scope["type"] == "http" and scope["method"] == "HEAD" and not scope["path"].startswith(STREAMS)
+    async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
+        is_head = scope["method"] == "HEAD" and not scope["path"].startswith(STREAMS)
         await self.app({**scope, "method": "GET"} if is_head else scope, receive, send)
 
 
@@ -118,17 +118,15 @@ class BodyTooLong(Exception):
     """More came than Content-Length said, or than is allowed without one."""
 
 
-class BodyLimit:
+class BodyLimit(RequestLayer):
     """413 for a body above the bound, before it is in memory."""
 
     def __init__(self, app: ASGIApp, max_bytes: int, max_file_bytes: int) -> None:
-        self.app = app
+        super().__init__(app)
         self.max_bytes = max_bytes
         self.max_file_bytes = max_file_bytes
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            return await self.app(scope, receive, send)
+    async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
         num_bytes, max_bytes = (
             0,
             self.max_file_bytes + MULTIPART_BYTES if scope["path"] == UPLOAD_PATH else self.max_bytes,
@@ -156,41 +154,35 @@ class BodyLimit:
             await error_response(scope, 413, message, headers=closing)(scope, receive, send)
 
 
-class Ignored:
+class Ignored(RequestLayer):
     """The header, on every answer that has something to say in it."""
 
     def __init__(self, app: ASGIApp, *, is_strict: bool) -> None:
-        self.app = app
+        super().__init__(app)
         self.is_strict = is_strict
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            return await self.app(scope, receive, send)
+    async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
         with collecting(is_strict=self.is_strict) as names:
 
-            async def send_with_names(message: Message) -> None:
-                if message["type"] == "http.response.start" and names.names:
-                    MutableHeaders(scope=message)[HEADER] = names.header()
-                await send(message)
+            def add(headers: MutableHeaders) -> None:
+                headers.update({HEADER: names.header()} if names.names else {})
 
-            await self.app(scope, receive, send_with_names)
+            await self.app(scope, receive, with_headers(send, add))
 
 
 TRACED_GETS = ("/v1/streams/", "/v1/responses/")  # those that may stream; of the others only what is POSTed is traced
 METHODS = ("GET", "POST", "DELETE", "HEAD", "OPTIONS")
 
 
-class Observed:
+class Observed(RequestLayer):
     """Counts each request by its status, and begins the span of its trace."""
 
     def __init__(self, app: ASGIApp, metrics: Metrics, tracer: Tracer | None) -> None:
-        self.app = app
+        super().__init__(app)
         self.metrics = metrics
         self.tracer = tracer
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            return await self.app(scope, receive, send)
+    async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
         status = CLIENT_CLOSED  # unless an answer begins
 
         async def send_observed(message: Message) -> None:

@@ -20,6 +20,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from services.gateway.http.auth import is_public
 from services.gateway.http.errors import error_response
+from services.gateway.http.middleware import RequestLayer
 from shared.process.settings import GatewaySettings, is_loopback
 
 OF_APPLICATIONS = r"(?:app|capacitor|ionic|tauri|vscode-file|vscode-webview)://[^/]*|https?://tauri\.localhost"
@@ -41,7 +42,7 @@ def let_in_by_default(settings: GatewaySettings, *, has_keys: bool) -> str:
     return f"{OF_APPLICATIONS}|{OF_THIS_MACHINE}" if has_keys or is_loopback(settings.host) else OF_APPLICATIONS
 
 
-class SameOrigin:
+class SameOrigin(RequestLayer):
     """403 for what a page of another origin sends, unless it is let in by default, or the operator
     named its origin.
 
@@ -50,12 +51,12 @@ class SameOrigin:
     """
 
     def __init__(self, app: ASGIApp, named: list[str], by_default: str) -> None:
-        self.app = app
+        super().__init__(app)
         self.named = frozenset(named)
         self.by_default = re.compile(by_default)
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        is_open = scope["type"] != "http" or (scope["method"] in ("GET", "HEAD") and is_public(scope["path"]))
+    async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
+        is_open = scope["method"] in ("GET", "HEAD") and is_public(scope["path"])
         if is_open or self.lets_in(Headers(scope=scope), scope["scheme"]):
             return await self.app(scope, receive, send)
         message = (

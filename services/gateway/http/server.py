@@ -37,20 +37,15 @@ def listen(host: str, port: int) -> list[socket.socket]:
     """Sockets that listen at every address of the host. Raises StartupError if one is taken."""
     sockets = []
     try:
-        for family, kind, protocol, _, address in socket.getaddrinfo(
+        for family, _, _, _, address in socket.getaddrinfo(
             host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         ):
-            sock = socket.socket(family, kind, protocol)
-            sockets.append(sock)
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            if family == socket.AF_INET6:
-                sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-            sock.bind(address)
-            sock.listen(BACKLOG)
+            sockets.append(socket.create_server(address, family=family, backlog=BACKLOG))
     except OSError as error:
         for sock in sockets:
             sock.close()
-        raise StartupError(f"could not listen on {host}:{port}: {error.strerror or error}") from None
+        reason = (error.strerror or str(error)).partition(" (while")[0]
+        raise StartupError(f"could not listen on {host}:{port}: {reason}") from None
     return sockets
 
 

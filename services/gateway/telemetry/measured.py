@@ -10,6 +10,7 @@ from services.requests.errors import CLIENT_CLOSED
 from services.requests.store.record import ResponseRecord
 from services.requests.text.answers.choice import Choice
 from shared.process.telemetry import get_logger
+from shared.process.tracing import Attributes
 from shared.wire.messages import RequestError, TokenEvent
 
 log = get_logger("penstock.gateway")
@@ -190,13 +191,8 @@ class ResponseMeter:
         record = self.record
         own = {f"penstock.{name}": value for name, value in summary.items() if value is not None}
         if self._heard_at:
-            self.root.record(
-                "stream",
-                self._heard_at,
-                self.clock.wall(),
-                {"penstock.is_resumed": self.is_resumed},
-                parent=record.traceparent,
-            )
+            said: Attributes = {"penstock.is_resumed": self.is_resumed}
+            self.root.record("stream", self._heard_at, self.clock.wall(), said, parent=record.traceparent)
         self.root.span.set_attributes(
             {"gen_ai.request.model": record.model, "gen_ai.response.id": record.response_id, **own}
         )

@@ -35,30 +35,11 @@ from shared.wire.streams import BATCH_FIGURES, BATCHES_RUNNING, DEAD_LETTER, inf
 RECENT_TTFTS, RECENT_S = 100, 300.0  # the TTFT that a gateway announces is the median of so many, no older than that
 log = get_logger("penstock.gateway")
 
-# From a small model's step on a GPU to a queue before a laptop's CPU
+# Of one token: from a small model's step on a GPU to a queue before a laptop's CPU
 TOKEN_SECONDS = (
-    0.001,
-    0.0025,
-    0.005,
-    0.0075,
-    0.01,
-    0.015,
-    0.02,
-    0.03,
-    0.04,
-    0.05,
-    0.075,
-    0.1,
-    0.15,
-    0.2,
-    0.3,
-    0.5,
-    0.75,
-    1,
-    2.5,
-    5,
-    10,
-)  # of one token
+    0.001, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.04, 0.05,
+    0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1, 2.5, 5, 10,
+)  # fmt: skip
 
 
 @dataclass(slots=True)

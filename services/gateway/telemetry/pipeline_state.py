@@ -84,6 +84,9 @@ JOBS_GAUGES = {
 }
 
 
+OF_REPLICA = ["stage", "replica"]
+
+
 class PipelineState(Collector):
     """Queue lengths and replicas at the moment of a scrape. While Redis is away, only the replicas
     that were alive last."""
@@ -157,12 +160,12 @@ class PipelineState(Collector):
         idle = GaugeMetricFamily(
             "penstock_replica_idle_seconds",
             "Since a replica's loop last came round: large means stuck",
-            labels=["stage", "replica"],
+            labels=OF_REPLICA,
         )
         problem = GaugeMetricFamily(
             "penstock_replica_problem",
             "1: something keeps the replica from Redis; /health says what",
-            labels=["stage", "replica"],
+            labels=OF_REPLICA,
         )
         for replica in self.replicas:
             idle.add_metric([replica.stage, replica.replica_id], replica.idle_s)

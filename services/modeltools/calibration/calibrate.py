@@ -7,7 +7,6 @@ and it runs once more as it now is. In memory are one layer, the text's hidden s
 the packed layers.
 """
 
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import fields, replace
@@ -123,11 +122,8 @@ class LayerCalibration:
         self.num_rows = windows.numel()
         embedding = loader.source.dense(EMBEDDING, (config.vocab_size, config.hidden_size))
         norm = loader.norm("model.norm.weight", config.hidden_size)
-        self.decoder = Decoder(
-            config,
-            ModelWeights(embedding=embedding, layers=[], norm=norm, lm_head=loader.head(embedding)),
-            loader.backend,
-        )
+        weights = ModelWeights(embedding=embedding, layers=[], norm=norm, lm_head=loader.head(embedding))
+        self.decoder = Decoder(config, weights, loader.backend)
         self.batches = [whole_windows(part) for part in torch.split(windows, WINDOWS_AT_ONCE)]
         num_blocks = blocks_of(windows[:WINDOWS_AT_ONCE])
         one_layer = replace(config, num_layers=1)
@@ -135,14 +131,7 @@ class LayerCalibration:
         self.states = [self.decoder.embed(batch.input_ids) for batch in self.batches]
 
     def run(self) -> ModelWeights:
-        numbers = tqdm(
-            range(self.loader.config.num_layers),
-            desc="calibrating",
-            unit="layer",
-            file=sys.stderr,
-            mininterval=0.5,
-            position=1,
-        )
+        numbers = tqdm(range(self.loader.config.num_layers), "calibrating", unit="layer", mininterval=0.5, position=1)
         with logging_redirect_tqdm():  # lines of log go above the bars
             layers = [self._layer(number) for number in numbers]
         weights = self.decoder.weights
@@ -170,15 +159,16 @@ class LayerCalibration:
         self._run(number, replace(layer, qkv=qkv, output=output, mlp=TorchMlp(gate_up, down)))
         down.scale(find_scales(down.rows, down.weight, self.form))
         fold_into_up(gate_up, down.scales)
-        norms = replace(
-            layer.norms,
-            before_attention=self._fold(layer.norms.before_attention, qkv),
-            before_mlp=self._fold(layer.norms.before_mlp, gate_up),
-        )
+        before_attention = self._fold(layer.norms.before_attention, qkv)
+        before_mlp = self._fold(layer.norms.before_mlp, gate_up)
+        norms = replace(layer.norms, before_attention=before_attention, before_mlp=before_mlp)
         linears = [qkv, output, gate_up, down]
         forms = [self.form, LayerQuantization(self.packing.of_output, self.packing.group), self.form, self.form]
         matrices = [round_layer(each, form) for each, form in zip(linears, forms, strict=True)]
-        simulated = [simulate(matrix, each, form) for matrix, each, form in zip(matrices, linears, forms, strict=True)]
+        simulated = [
+            SimulatedLinear(matrix, each.bias, form, is_gated=each.is_gated, activation=each.activation)
+            for matrix, each, form in zip(matrices, linears, forms, strict=True)
+        ]
         self.states = self._run(
             number, replace(layer, norms=norms, qkv=simulated[0], output=simulated[1], mlp=TorchMlp(*simulated[2:]))
         )
@@ -226,8 +216,3 @@ def round_layer(linear: ObservedLinear, form: LayerQuantization) -> Matrix:
         if form.kind == "w8a8"
         else round_four_bit(linear.weight, linear.gram, form.kind, form.group)
     )
-
-
-def simulate(matrix: Matrix, linear: TorchLinear, form: LayerQuantization) -> TorchLinear:
-    """The layer as it will compute, in float32."""
-    return SimulatedLinear(matrix, linear.bias, form, is_gated=linear.is_gated, activation=linear.activation)

@@ -36,11 +36,8 @@ def read_windows(text: str, files: ModelFiles, tokens: int) -> Windows:
         raise StartupError(f"--calibration-tokens {tokens}: at least {MIN_WINDOWS * length:,} are needed")
     asked = tokens // length
     wanted = asked + HELD_OUT_WINDOWS
-    windows = split(
-        read_text(text)[: wanted * length * CHARACTERS_A_TOKEN],
-        _load_tokenizer(files.folder / "tokenizer.json"),
-        length,
-    )[:wanted]
+    whole = read_text(text)[: wanted * length * CHARACTERS_A_TOKEN]
+    windows = split(whole, _load_tokenizer(files.folder / "tokenizer.json"), length)[:wanted]
     if len(windows) < MIN_WINDOWS:
         raise StartupError(
             f"--calibrate {text}: it has fewer than {MIN_WINDOWS * length:,} tokens, which is too little to calibrate "

@@ -118,12 +118,8 @@ class Chat:
         if is_stopped:
             self.display.notice("stopped")
         if answer.text or not is_stopped:
-            self.conversation.add(
-                question,
-                answer.text,
-                answer.usage.num_prompt_tokens + answer.usage.num_output_tokens if answer.usage else 0,
-                images,
-            )
+            total = answer.usage.num_prompt_tokens + answer.usage.num_output_tokens if answer.usage else 0
+            self.conversation.add(question, answer.text, total, images)
             self.images = ()
         return answer
 
@@ -209,11 +205,8 @@ class Chat:
         except StartupError as error:
             self.say(f"error: {error}")
             return
-        self.say(
-            "\n".join(f"{'*' if each == self.model.name else ' '} {each}" for each in self.models)
-            if not name
-            else f"now with {self.model.name}"
-        )
+        names = "\n".join(f"{'*' if each == self.model.name else ' '} {each}" for each in self.models)
+        self.say(f"now with {self.model.name}" if name else names)
 
     def add_image(self, path: str) -> None:
         try:
@@ -221,11 +214,8 @@ class Chat:
         except StartupError as error:
             self.say(f"error: {error}")
             return
-        self.say(
-            f"{len(self.images)} image{'s' * (len(self.images) != 1)} with the next question"
-            if path
-            else "/image FILE: which one?"
-        )
+        count = f"{len(self.images)} image{'s' * (len(self.images) != 1)}"
+        self.say(f"{count} with the next question" if path else "/image FILE: which one?")
 
     def save(self, path: str) -> None:
         if not path:

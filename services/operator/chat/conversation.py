@@ -61,11 +61,8 @@ class ChatHistory:
             speeches += [("You", turn.question), (model, turn.answer)]
         if path.suffix == ".json":
             roles = {"System": "system", "You": "user"}
-            text = json.dumps(
-                [{"role": roles.get(name, "assistant"), "content": content} for name, content in speeches],
-                ensure_ascii=False,
-                indent=2,
-            )
+            messages = [{"role": roles.get(name, "assistant"), "content": content} for name, content in speeches]
+            text = json.dumps(messages, ensure_ascii=False, indent=2)
         else:
             text = "\n\n".join(f"## {name}\n\n{content}" for name, content in speeches)
         with path.open("x", encoding="utf-8") as file:

@@ -29,10 +29,8 @@ THEME = Theme({"markdown.code": "bold cyan", "markdown.h1": "bold underline"})  
 # all but tab and newline: a model must not steer the terminal
 CONTROLS = dict.fromkeys([*range(9), *range(11, 32), *range(127, 160)])
 PADDING = re.compile(r" +((?:\x1b\[[0-9;]*m)*)$")  # rich fills lines up, which a copy would have
-MARK_PASTES, NO_MARKS = (
-    "\x1b[?2004h",
-    "\x1b[?2004l",
-)  # a terminal puts marks around a paste, which the prompt then knows as one
+# a terminal puts marks around a paste, which the prompt then knows as one
+MARK_PASTES, NO_MARKS = "\x1b[?2004h", "\x1b[?2004l"
 # <tags> that a model writes are text
 PARSER = MarkdownIt("commonmark", {"html": False}).enable(["strikethrough", "table"])
 

@@ -163,24 +163,20 @@ class Server:
     def _events(self, body: dict[str, Any], place: StreamPosition) -> Iterator[ServerSentEvent]:
         timeout = httpx.Timeout(CONNECT_TIMEOUT_S, read=SILENCE_TIMEOUT_S if self.is_penstock else None)
         headers = {"Last-Event-ID": place.event_id} if place.event_id else {}
+        method, path, sent = "POST", "/chat/completions", body
         if place.response_id:
-            request = self.http.build_request("GET", f"/streams/{place.response_id}", headers=headers, timeout=timeout)
-        else:
-            request = self.http.build_request("POST", "/chat/completions", json=body, timeout=timeout)
-        with connected():
-            response = self.http.send(request, stream=True)
-        try:
-            with connected():
-                if response.status_code != 200:
-                    response.read()
+            method, path, sent = "GET", f"/streams/{place.response_id}", {}
+        with (
+            connected(),
+            self.http.stream(method, path, json=sent or None, headers=headers, timeout=timeout) as response,
+        ):
+            if response.status_code != 200:
+                response.read()
             if response.status_code in UNAVAILABLE:
                 raise Interrupted(error_message(response))
             if response.status_code != 200:
                 raise _failed(error_message(response), response.text)
-            with connected():
-                yield from EventSource(response).iter_sse()
-        finally:
-            response.close()
+            yield from EventSource(response).iter_sse()
 
     def _read(self, event: ServerSentEvent, place: StreamPosition) -> AnswerDelta:
         """One event. Raises Interrupted, ChatError."""

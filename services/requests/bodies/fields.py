@@ -162,11 +162,16 @@ def text_of(part: dict[str, Any], path: str) -> str:
         raise at(f"{path}.type", f"{OTHER_MEDIA[kind]} can't be understood here")
     if kind not in TEXT_PARTS:
         raise at(f"{path}.type", f"only parts of type text are understood, got {shortened(kind)}")
-    field = TEXT_PARTS[kind]
-    if not isinstance(part.get(field), str):
-        raise at(f"{path}.{field}", f"expected a text, got {kind_of(part.get(field))}")
-    tell_others(part, {"type", field, *OF_PARTS}, f"content{path}")
-    text: str = part[field]
+    text = text_in(part, TEXT_PARTS[kind], path)
+    tell_others(part, {"type", TEXT_PARTS[kind], *OF_PARTS}, f"content{path}")
+    return text
+
+
+def text_in(value: dict[str, Any], key: str, path: str) -> str:
+    """The text of a field of an object at `path`."""
+    text = value.get(key)
+    if not isinstance(text, str):
+        raise at(f"{path}.{key}", f"expected a text, got {kind_of(text)}")
     return text
 
 

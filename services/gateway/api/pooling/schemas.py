@@ -6,8 +6,8 @@ from pydantic import BeforeValidator, Field
 
 from services.requests.bodies.body import ANYTHING, Body, Table
 from services.requests.bodies.fields import MAX_NAME, Texts, read_text
-from services.requests.dialects.openai.embeddings import EmbeddingBody
-from services.requests.dialects.openai.schemas import MAX_DEADLINE_S, MAX_PRIORITY, MAX_USER, description_of
+from services.requests.dialects.openai.embeddings import EmbeddingBody, EncodedBody
+from services.requests.dialects.openai.schemas import MAX_PRIORITY, MAX_USER, description_of
 from shared.model.sampling_params import MAX_TOKENS
 from shared.process.errors import Invalid
 
@@ -31,19 +31,10 @@ class PairEmbeddings(EmbeddingBody):
         return [{"prompt": first, "pair": second} for first, second in zip(self.firsts, self.input or [], strict=True)]
 
 
-class PairsBody(Body):
+class PairsBody(EncodedBody):
     """The fields that bodies of scores share."""
 
     neutral: ClassVar[Table] = {"service_tier": ("auto", "default"), "metadata": ANYTHING}
-
-    model: str = Field("", max_length=MAX_NAME, description="a served name; may be left out if only one is served")
-    truncate_prompt_tokens: int | None = Field(
-        None, ge=-1, le=MAX_TOKENS, description="keep a text's first so many tokens; -1: as many as fit"
-    )
-    priority: int = Field(0, ge=-MAX_PRIORITY, le=MAX_PRIORITY, description=description_of("priority"))
-    deadline_s: float | None = Field(None, gt=0, le=MAX_DEADLINE_S, description=description_of("deadline_s"))
-    cache_salt: str = Field("", min_length=1, max_length=256, description=description_of("cache_salt"))
-    user: str | None = Field(None, max_length=MAX_USER, description=description_of("user"))
 
     def vectors_of(self, texts: list[str]) -> EmbeddingBody:
         """Make the request for a vector of each of these texts."""
@@ -54,8 +45,7 @@ class PairsBody(Body):
         return PairEmbeddings.model_construct(firsts=firsts, input=[*seconds], normalize=False, **self._others())
 
     def _others(self) -> dict[str, Any]:
-        names = ("model", "truncate_prompt_tokens", "priority", "deadline_s", "cache_salt", "user")
-        return {name: getattr(self, name) for name in names}
+        return {name: getattr(self, name) for name in EncodedBody.model_fields}
 
 
 class ScoreBody(PairsBody):

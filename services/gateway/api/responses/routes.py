@@ -14,6 +14,7 @@ from services.gateway.api.responses.overview import find_any, held, running, sum
 from services.gateway.context import GatewayContext, context_of
 from services.gateway.http.auth import check_sees_all
 from services.gateway.http.docs import takes
+from services.gateway.http.lists import page_of
 from services.gateway.telemetry.measured import ResponseMeter
 from services.requests.dialects.openai.translate import own_terms
 from services.requests.dialects.responses.chat import NAME_HERE, chat_of
@@ -168,22 +169,9 @@ async def input_items(
     async with context.reading.place(context.caller):
         _, stored = await context.store.load(context.tenant, response_id, of_all=True)
         stored_items = await context.store.items(stored)
-    items = stored_items if order == "asc" else stored_items[::-1]
-    if after is not None:
-        places = [number for number, item in enumerate(items) if item["id"] == after]
-        if not places:
-            raise Invalid(
-                f"no item {after!r} in the input: give the id of one that it has, or leave after out", param="after"
-            )
-        items = items[places[0] + 1 :]
-    page = items[:limit]
-    return {
-        "object": "list",
-        "data": page,
-        "first_id": page[0]["id"] if page else None,
-        "last_id": page[-1]["id"] if page else None,
-        "has_more": len(items) > limit,
-    }
+    return page_of(
+        stored_items if order == "asc" else stored_items[::-1], after, limit, lambda item: str(item["id"]), dict
+    )
 
 
 async def num_too_many(context: GatewayContext, body: ResponseBody, before: list[Json]) -> int:

@@ -6,7 +6,7 @@ from typing import Any
 
 import orjson
 
-from services.requests.bodies.fields import MAX_PARTS, at, kind_of, shortened
+from services.requests.bodies.fields import MAX_PARTS, at, kind_of, shortened, text_in
 from services.requests.bodies.ignored import tell_others
 
 Json = dict[str, Any]
@@ -158,7 +158,7 @@ def _read_block(value: Any, role: str, path: str) -> Json:
     if kind == "tool_result":
         content = value.get("content", "")
         blocks = _read_blocks(content if content is not None else "", "tool_result", f"{path}.content")
-        return {"type": kind, "tool_use_id": _text(value, "tool_use_id", path), "content": content_of(blocks)}
+        return {"type": kind, "tool_use_id": text_in(value, "tool_use_id", path), "content": content_of(blocks)}
     if kind == "image":
         return {"type": kind, "url": _read_source(value.get("source"), f"{path}.source")}
     if kind == "tool_use":
@@ -166,26 +166,19 @@ def _read_block(value: Any, role: str, path: str) -> Json:
             raise at(f"{path}.input", f"expected an object, got {kind_of(value.get('input'))}")
         return {
             "type": kind,
-            "id": _text(value, "id", path),
-            "name": _text(value, "name", path),
+            "id": text_in(value, "id", path),
+            "name": text_in(value, "name", path),
             "input": value["input"],
         }
     field = "data" if kind == "redacted_thinking" else kind
-    return {"type": kind, field: _text(value, field, path)}
+    return {"type": kind, field: text_in(value, field, path)}
 
 
 def _read_source(value: Any, path: str) -> str:
     """An image's source, as a URL: that of the image itself, or of where it is."""
     kind = value.get("type") if isinstance(value, dict) else None
     if kind == "url":
-        return _text(value, "url", path)
+        return text_in(value, "url", path)
     if kind == "base64":
-        return f"data:{_text(value, 'media_type', path)};base64,{_text(value, 'data', path)}"
+        return f"data:{text_in(value, 'media_type', path)};base64,{text_in(value, 'data', path)}"
     raise at(f"{path}.type", f"expected base64 or url, got {shortened(kind)}")
-
-
-def _text(value: Json, key: str, path: str) -> str:
-    text = value.get(key)
-    if not isinstance(text, str):
-        raise at(f"{path}.{key}", f"expected a text, got {kind_of(text)}")
-    return text

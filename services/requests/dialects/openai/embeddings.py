@@ -4,11 +4,10 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import FailFast, Field, PlainValidator, WithJsonSchema
 
-from services.requests.bodies.body import ANYTHING, Body
+from services.requests.bodies.body import ANYTHING
 from services.requests.bodies.content import Content
 from services.requests.bodies.fields import (
     MAX_INPUTS,
-    MAX_NAME,
     PROMPT_SCHEMA,
     Prompt,
     at,
@@ -21,18 +20,13 @@ from services.requests.bodies.fields import (
 from services.requests.bodies.ignored import tell_others
 from services.requests.dialects.openai.messages import Message
 from services.requests.dialects.openai.schemas import (
-    MAX_DEADLINE_S,
     MAX_MESSAGES,
-    MAX_PRIORITY,
     MAX_TEMPLATE,
-    MAX_USER,
     ChatCompletionBody,
+    QueuedBody,
     checked_truncation,
-    description_of,
 )
-from shared.model.sampling_params import (
-    MAX_TOKENS,
-)
+from shared.model.sampling_params import MAX_TOKENS
 from shared.process.errors import Invalid
 from shared.wire.messages import EmbeddingParams, EncodingParams
 
@@ -60,7 +54,15 @@ def read_one(value: Any, path: str) -> Prompt:
     return value if isinstance(value, str) else read_token_ids(value, path)
 
 
-class EmbeddingBody(Body):
+class EncodedBody(QueuedBody):
+    """The fields of every request for what a model makes of texts."""
+
+    truncate_prompt_tokens: int | None = Field(
+        None, ge=-1, le=MAX_TOKENS, description="keep an input's first so many tokens; -1: as many as fit"
+    )
+
+
+class EmbeddingBody(EncodedBody):
     """Texts, or one conversation, which the model's chat template makes a text."""
 
     neutral: ClassVar[dict[str, tuple[Any, ...]]] = {
@@ -69,7 +71,6 @@ class EmbeddingBody(Body):
         "safety_identifier": ANYTHING,
     }
 
-    model: str = Field("", max_length=MAX_NAME, description="a served name; may be left out if only one is served")
     input: Annotated[list[Prompt] | None, PlainValidator(read_input), WithJsonSchema(PROMPT_SCHEMA)] = Field(
         None, description="a text, token ids, or a list of these: a vector is made of each"
     )
@@ -77,9 +78,7 @@ class EmbeddingBody(Body):
         list[Message] | None,
         FailFast(),
         Field(
-            min_length=1,
-            max_length=MAX_MESSAGES,
-            description="a conversation instead of input: one vector of its rendered text",
+            min_length=1, max_length=MAX_MESSAGES, description="instead of input: one vector of a conversation's text"
         ),
     ] = None
     add_generation_prompt: bool = Field(False, description="of messages: end the text as if an answer followed")
@@ -96,13 +95,6 @@ class EmbeddingBody(Body):
         None, description="of all tokens, the last, or the first; by default what the model was made for"
     )
     normalize: bool = Field(True, description="scale each vector to length 1")
-    truncate_prompt_tokens: int | None = Field(
-        None, ge=-1, le=MAX_TOKENS, description="keep an input's first so many tokens; -1: as many as fit"
-    )
-    priority: int = Field(0, ge=-MAX_PRIORITY, le=MAX_PRIORITY, description="smaller is sooner")
-    deadline_s: float | None = Field(None, gt=0, le=MAX_DEADLINE_S, description=description_of("deadline_s"))
-    cache_salt: str = Field("", min_length=1, max_length=256, description=description_of("cache_salt"))
-    user: str | None = Field(None, max_length=MAX_USER, description="goes into the log")
 
     @property
     def embedding(self) -> EmbeddingParams:

@@ -80,9 +80,7 @@ class Message(Body):
     neutral = OF_MESSAGES
 
     role: str = Field(
-        min_length=1,
-        max_length=64,
-        description="system, user, assistant, tool; others as the model's template takes them",
+        min_length=1, max_length=64, description="system, user, assistant, tool; others as the template takes them"
     )
     content: Annotated[str | None, PlainValidator(read_content), WithJsonSchema(CONTENT_SCHEMA)] = Field(
         None, description="a text, or parts of type text and, of models that see, image_url"
@@ -102,30 +100,17 @@ class Message(Body):
     @model_validator(mode="after")
     def _has_something_to_say(self) -> "Message":
         if self.tool_calls and self.role != "assistant":
-            raise PydanticCustomError(
-                "at",
-                "{reason}",
-                {"at": ".tool_calls", "reason": f"only an assistant calls functions, not the role {self.role}"},
-            )
-        if self.content is None and not (
-            self.tool_calls
-            or self.function_call
-            or self.refusal is not None
-            or self.reasoning_content
-            or self.reasoning
-        ):
+            raise at(".tool_calls", f"only an assistant calls functions, not the role {self.role}")
+        others = (self.tool_calls, self.function_call, self.reasoning_content, self.reasoning)
+        if self.content is None and self.refusal is None and not any(others):
             raise PydanticCustomError("missing", "Field required", {"at": ".content"})
         return self
 
     def to_wire(self, parts: tuple[ContentPart, ...] = ()) -> ChatMessage:
         """Make the message of the pipeline. parts: of the content, if there are images."""
         calls = tuple(call.to_wire() for call in self.tool_calls or ())
-        if self.function_call is not None:
-            calls += (
-                ToolCall(
-                    f"call_{self.function_call.name}"[:MAX_NAME], self.function_call.name, self.function_call.arguments
-                ),
-            )
+        if (older := self.function_call) is not None:
+            calls += (ToolCall(f"call_{older.name}"[:MAX_NAME], older.name, older.arguments),)
         content = self.content if self.content is not None else self.refusal or ""
         role, call_id = self.role, self.tool_call_id
         if role == "function":

@@ -52,16 +52,9 @@ MAX_TEMPLATE = 64 << 10  # characters
 MAX_TEMPLATE_KWARGS = 64 << 10  # bytes of JSON
 # what chat_template_kwargs can't set: fields of their own, and what renders them
 OF_CONVERSATIONS = (
-    "messages",
-    "conversation",
-    "conversations",
-    "tools",
-    "documents",
-    "chat_template",
-    "add_generation_prompt",
-    "continue_final_message",
-    "return_assistant_tokens_mask",
-)
+    "messages", "conversation", "conversations", "tools", "documents", "chat_template", "add_generation_prompt",
+    "continue_final_message", "return_assistant_tokens_mask",
+)  # fmt: skip
 
 MAX_ECHO = 64 << 10  # characters
 MAX_PRIORITY = 100
@@ -80,17 +73,30 @@ class StreamOptions(Body):
         0.0,
         ge=0,
         le=MAX_RESUME_S,
-        description=(
-            "seconds that the response goes on after its client disconnects; then, unless resumed, it is cancelled"
-        ),
+        description="seconds that the response goes on after its client leaves; then, unless resumed, it is cancelled",
     )
 
 
-@takes_parameters("openai")
-class GenerateBody(Body):
-    """The fields that both endpoints share, with the sampling parameters."""
+class QueuedBody(Body):
+    """The fields of every request that waits for its turn in the pipeline."""
 
     model: str = Field("", max_length=MAX_NAME, description="a served name; may be left out if only one is served")
+    priority: int = Field(
+        0, ge=-MAX_PRIORITY, le=MAX_PRIORITY, description="smaller is sooner; batch work takes 1 and above"
+    )
+    deadline_s: float | None = Field(
+        None, gt=0, le=MAX_DEADLINE_S, description="seconds within which it must begin, or fail with deadline_exceeded"
+    )
+    cache_salt: str = Field(
+        "", min_length=1, max_length=256, description="only requests with the same salt share cached prefixes"
+    )
+    user: str | None = Field(None, max_length=MAX_USER, description="goes into the log, to help find abuse")
+
+
+@takes_parameters("openai")
+class GenerateBody(QueuedBody):
+    """The fields that both endpoints share, with the sampling parameters."""
+
     n: int = Field(1, ge=1, le=MAX_SEQUENCES, description="answers to each prompt; prompts times n is bounded, too")
     stream: bool = Field(False, description="send the answer as it comes, as server-sent events")
     stream_options: StreamOptions | None = Field(None, description="for streams; see StreamOptions")
@@ -116,7 +122,7 @@ class GenerateBody(Body):
         None,
         ge=1,
         le=MAX_SEQUENCES,
-        description="sequences to draw, the n likeliest of which are answers; of a beam search, its width",
+        description="sequences to draw, the n likeliest of which are answers; a beam search's width",
     )
     use_beam_search: bool = Field(
         False,
@@ -140,20 +146,8 @@ class GenerateBody(Body):
     return_token_ids: bool = Field(False, description="token_ids in each choice or chunk, and prompt_token_ids once")
     return_tokens_as_token_ids: bool = Field(False, description="logprobs name a token token_id:<id>")
     prompt_logprobs: int | None = Field(None, description=parameter("prompt_logprobs").description)
-    priority: int = Field(
-        0, ge=-MAX_PRIORITY, le=MAX_PRIORITY, description="smaller is sooner; batch work takes 1 and above"
-    )
-    deadline_s: float | None = Field(
-        None,
-        gt=0,
-        le=MAX_DEADLINE_S,
-        description="seconds within which the request must begin; else it fails with deadline_exceeded",
-    )
     timings_per_token: bool = Field(
         False, description="llama.cpp's: the answer and each chunk have timings; not of batches"
-    )
-    cache_salt: str = Field(
-        "", min_length=1, max_length=256, description="only requests with the same salt share cached prefixes"
     )
     prompt_cache_key: str = Field(
         "", max_length=256, description="the same as cache_salt; with both, requests with the same pair share"
@@ -161,7 +155,6 @@ class GenerateBody(Body):
     prompt_modules: UsedModules | None = Field(
         None, description="modules at the beginning of the prompt, or of the first user's message; see UsedModules"
     )
-    user: str | None = Field(None, max_length=MAX_USER, description="goes into the log, to help find abuse")
 
     @model_validator(mode="after")
     def _by_one_name(self) -> "GenerateBody":
@@ -319,10 +312,7 @@ class ChatCompletionBody(GenerateBody):
         Field(min_length=1, max_length=MAX_MESSAGES, description="the conversation; see Message"),
     ]
     echo: bool = Field(
-        False,
-        description=(
-            "the answer begins with the last message, if that is the assistant's, as with continue_final_message"
-        ),
+        False, description="begin with the last message, if it is the assistant's, as with continue_final_message"
     )
     max_completion_tokens: int | None = Field(None, ge=-2, description="max_tokens by its newer name")
     logprobs: bool | None = Field(None, description="the logprob of each token of the text")
@@ -347,9 +337,7 @@ class ChatCompletionBody(GenerateBody):
     )
     include_reasoning: bool = Field(True, description="false: the answer leaves out the model's thoughts")
     reasoning_effort: str | None = Field(
-        None,
-        pattern=r"^[a-z]{0,16}$",
-        description="a variable of the template; none also sets enable_thinking to false",
+        None, pattern=r"^[a-z]{0,16}$", description="a template's variable; none also sets enable_thinking to false"
     )
     verbosity: str | None = Field(None, pattern=r"^[a-z]{0,16}$", description="a variable of the template")
     chat_template_kwargs: dict[str, Any] | None = Field(None, description="further variables of the template")
@@ -400,8 +388,7 @@ class ChatCompletionBody(GenerateBody):
                 param="continue_final_message",
             )
         kwargs: dict[str, Any] = {
-            "reasoning_effort": self.reasoning_effort or None,
-            "verbosity": self.verbosity or None,
+            name: value for name in ("reasoning_effort", "verbosity") if (value := getattr(self, name))
         }
         if self.reasoning_effort == "none" or begins_with_call:
             kwargs |= {"enable_thinking": False, "thinking": False}
@@ -410,13 +397,7 @@ class ChatCompletionBody(GenerateBody):
             raise Invalid(
                 f"chat_template_kwargs can't set {reserved}: leave it out", param=f"chat_template_kwargs.{reserved}"
             )
-        packed = orjson.dumps(
-            {
-                name: value
-                for name, value in kwargs.items()
-                if value is not None or name in (self.chat_template_kwargs or {})
-            }
-        ).decode()
+        packed = orjson.dumps(kwargs).decode()
         if len(packed) > MAX_TEMPLATE_KWARGS:
             raise Invalid(
                 f"chat_template_kwargs takes at most {MAX_TEMPLATE_KWARGS} bytes of JSON, got {len(packed)}",
@@ -503,10 +484,7 @@ class CompletionBody(GenerateBody):
         description="a text, token ids, or lists of them"
     )
     suffix: str | None = Field(
-        None,
-        description=(
-            "the text behind the gap that the answer fills, for models with tokens for infilling; not in batches"
-        ),
+        None, description="the text behind the gap to fill, for models with tokens for infilling; not in batches"
     )
     logprobs: int | None = Field(
         None, description="logprobs of each token, and of so many of the likeliest at each position"

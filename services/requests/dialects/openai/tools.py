@@ -2,6 +2,7 @@
 the answer must match, and how it is parsed."""
 
 import json
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, NoReturn
@@ -26,11 +27,8 @@ MAX_FORCED_CALLS = 16  # in an answer that has to call
 # may go on with white space for ever
 SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 NAME_PATTERN = r"^[A-Za-z0-9_.-]{1,128}$"
-TAKES_TEXT: dict[str, Any] = {
-    "type": "object",
-    "properties": {INPUT: {"type": "string"}},
-    "required": [INPUT],
-}  # a custom tool's function
+# a custom tool's function
+TAKES_TEXT: dict[str, Any] = {"type": "object", "properties": {INPUT: {"type": "string"}}, "required": [INPUT]}
 # Types of tools that a server would run, and without which the answer is to another question:
 # others, such as web_search, are added by agents of themselves
 OF_THE_CLIENTS_OWN = ("mcp", "mcp_toolset", "file_search")
@@ -151,13 +149,9 @@ ToolChoice = Annotated[
 
 def kind_of_tool(value: Any) -> str:
     kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
-    return (
-        "hosted"
-        if isinstance(kind, str) and kind not in ("function", "custom")
-        else "free"
-        if kind == "custom"
-        else "own"
-    )
+    if kind == "custom":
+        return "free"
+    return "hosted" if isinstance(kind, str) and kind != "function" else "own"
 
 
 AnyTool = Annotated[
@@ -199,14 +193,8 @@ class Calling:
         max_calls = 0 if self.is_parallel else 1
         if self.is_forced:  # what is not a thought is calls, from its first character on
             form = "calls" if self.mode == "required" else "arguments"
-            return Parsing(
-                reasoning if may_think or reasoning == HARMONY else "",
-                form,
-                names,
-                max_calls,
-                customs=customs,
-                is_legacy=self.is_legacy,
-            )
+            reasoning = reasoning if may_think or reasoning == HARMONY else ""
+            return Parsing(reasoning, form, names, max_calls, customs=customs, is_legacy=self.is_legacy)
         texts = text_parameters(self.callable) if isinstance(call_form(tool_calls), TaggedForm) else ()
         return Parsing(reasoning, tool_calls, names if tool_calls else (), max_calls, texts, customs, self.is_legacy)
 
@@ -349,11 +337,7 @@ def resolve_calling(
     tools = without_hosted(given or ())
     by_name = {tool.function.name: tool for tool in tools}
     if len(by_name) < len(tools):
-        doubled = next(
-            tool.function.name
-            for number, tool in enumerate(tools)
-            if tool in tools[:number] or by_name[tool.function.name] is not tool
-        )
+        [(doubled, _)] = Counter(tool.function.name for tool in tools).most_common(1)
         raise Invalid(f"tools has two functions named {doubled}", param="tools")
     if not tools:
         if choice in (None, "none", "auto"):

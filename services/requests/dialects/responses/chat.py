@@ -11,16 +11,9 @@ from shared.process.errors import Invalid
 
 # Fields of a chat that this API takes under the same name, in addition to sampling parameters
 SAME = (
-    "model",
-    "parallel_tool_calls",
-    "service_tier",
-    "prompt_cache_key",
-    "safety_identifier",
-    "user",
-    "priority",
-    "deadline_s",
-    "cache_salt",
-)
+    "model", "parallel_tool_calls", "service_tier", "prompt_cache_key", "safety_identifier", "user", "priority",
+    "deadline_s", "cache_salt",
+)  # fmt: skip
 NAME_HERE = {each.name: name for name, each in parameters_of("responses").items()} | {
     "response_format": "text.format",
     "response_format.json_schema": "text.format",

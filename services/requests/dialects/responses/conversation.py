@@ -77,17 +77,11 @@ async def conversation(context: ConversationContext, response_id: str, field: st
         items = await context.store.items(stored)
         answer = await loads((await context.store.read(record, stored, is_checked=False)).body())
     except Invalid as error:
-        raise Invalid(
-            f"Previous response with id '{shortened(response_id)}' not found.",
-            param=field,
-            code="previous_response_not_found",
-        ) from error
+        reason = f"Previous response with id '{shortened(response_id)}' not found."
+        raise Invalid(reason, param=field, code="previous_response_not_found") from error
     if answer["status"] in UNFINISHED or answer["status"] == "failed":
-        raise Invalid(
-            f"the response {response_id!r} is {answer['status']}: it can't be gone on with",
-            param=field,
-            code="previous_response_not_completed",
-        )
+        reason = f"the response {response_id!r} is {answer['status']}: it can't be gone on with"
+        raise Invalid(reason, param=field, code="previous_response_not_completed")
     await context.store.hand_over(record, stored)
     return [*items, *map(without_logprobs, answer["output"])]
 

@@ -153,15 +153,8 @@ class ResponseEvents:
             message = (
                 f"{reason}: go on with GET /v1/responses/{self.record.response_id}?stream=true&starting_after={last}"
             )
-        return [
-            {
-                "type": "error",
-                "code": error.code or "server_error",
-                "message": message,
-                "param": error.param,
-                "sequence_number": last,
-            }
-        ]
+        code = error.code or "server_error"
+        return [{"type": "error", "code": code, "message": message, "param": error.param, "sequence_number": last}]
 
     def _end(self, status: str, usage: Usage) -> Json:
         self.status = status

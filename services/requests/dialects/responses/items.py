@@ -11,7 +11,7 @@ from typing import Any
 import orjson
 
 from services.requests.bodies.content import read_image
-from services.requests.bodies.fields import MAX_PARTS, at, kind_of, shortened
+from services.requests.bodies.fields import MAX_PARTS, at, kind_of, shortened, text_in
 from services.requests.bodies.ignored import tell, tell_others
 from services.requests.dialects.responses.tools import chat_name
 
@@ -25,17 +25,8 @@ IMAGE_FIELDS = ("image_url", "file_id", "detail")
 # Of what we send in items, the fields that say nothing to the model
 MESSAGE_FIELDS = {"type", "id", "role", "content", "status", "phase"}
 CALL_FIELDS = {
-    "type",
-    "id",
-    "call_id",
-    "name",
-    "arguments",
-    "status",
-    "namespace",
-    "caller",
-    "async",
-    "parsed_arguments",
-}
+    "type", "id", "call_id", "name", "arguments", "status", "namespace", "caller", "async", "parsed_arguments",
+}  # fmt: skip
 CUSTOM_FIELDS = {"type", "id", "call_id", "name", "input", "status", "namespace", "caller", "async"}
 SHELL_FIELDS = {"type", "id", "call_id", "action", "status"}
 OUTPUT_FIELDS = {"type", "id", "call_id", "output", "status", "name"}
@@ -45,22 +36,10 @@ CALLS = ("function_call", "custom_tool_call", "local_shell_call")
 # Of tools that others' servers run, and what others' clients keep: there is nothing for the model
 # in them
 FOREIGN = {
-    "additional_tools",
-    "code_interpreter_call",
-    "compaction",
-    "compaction_trigger",
-    "context_compaction",
-    "file_search_call",
-    "ghost_snapshot",
-    "image_generation_call",
-    "mcp_approval_request",
-    "mcp_approval_response",
-    "mcp_call",
-    "mcp_list_tools",
-    "tool_search_call",
-    "tool_search_output",
-    "web_search_call",
-}
+    "additional_tools", "code_interpreter_call", "compaction", "compaction_trigger", "context_compaction",
+    "file_search_call", "ghost_snapshot", "image_generation_call", "mcp_approval_request", "mcp_approval_response",
+    "mcp_call", "mcp_list_tools", "tool_search_call", "tool_search_output", "web_search_call",
+}  # fmt: skip
 REFERENCE_FIELDS = {"type", "id"}
 
 PREFIXES = {
@@ -112,7 +91,7 @@ def read_item(value: Any, path: str) -> Json:
 
 def _read_call(value: Json, path: str) -> Json:
     field = "arguments" if value["type"] == "function_call" else "input"
-    return {key: _text(value, key, path) for key in ("type", "call_id", "name", field)} | _optional(
+    return {key: text_in(value, key, path) for key in ("type", "call_id", "name", field)} | _optional(
         value, ("id", "namespace"), path
     )
 
@@ -121,12 +100,12 @@ def _read_shell_call(value: Json, path: str) -> Json:
     """Read a call whose id is the item's, in OpenAI's older form."""
     if not isinstance(value.get("action"), dict):
         raise at(f"{path}.action", f"expected an object, got {kind_of(value.get('action'))}")
-    call_id = _text(value, "call_id" if "call_id" in value else "id", path)
+    call_id = text_in(value, "call_id" if "call_id" in value else "id", path)
     return {"type": value["type"], "call_id": call_id, "action": value["action"]} | _optional(value, ("id",), path)
 
 
 def _read_reference(value: Json, path: str) -> Json:
-    return {"type": value["type"], "id": _text(value, "id", path)}
+    return {"type": value["type"], "id": text_in(value, "id", path)}
 
 
 def _read_output(value: Json, path: str) -> Json:
@@ -135,10 +114,10 @@ def _read_output(value: Json, path: str) -> Json:
     text = (
         content_of(_read_parts(output, "input_text", f"{path}.output"))
         if isinstance(output, list)
-        else _text(value, "output", path)
+        else text_in(value, "output", path)
     )
     named = "id" if value["type"] == "local_shell_call_output" and "call_id" not in value else "call_id"
-    return {"type": value["type"], "call_id": _text(value, named, path), "output": text} | _optional(
+    return {"type": value["type"], "call_id": text_in(value, named, path), "output": text} | _optional(
         value, ("id",), path
     )
 
@@ -178,9 +157,7 @@ def _read_parts(value: Any, kind: str, path: str) -> list[Json]:
                 f"{shortened(own) if isinstance(part, dict) else kind_of(part)}",
             )
         field = "refusal" if own == "refusal" else "text"
-        if not isinstance(part.get(field), str):
-            raise at(f"{path}[{index}].{field}", f"expected a text, got {kind_of(part.get(field))}")
-        parts.append({"type": own if own == "refusal" else kind, field: part[field]})
+        parts.append({"type": own if own == "refusal" else kind, field: text_in(part, field, f"{path}[{index}]")})
     return parts
 
 
@@ -190,23 +167,12 @@ def _read_reasoning(value: Json, path: str) -> Json:
         isinstance(part, dict) and isinstance(part.get("text"), str) for part in content
     ):
         raise at(f"{path}.content", "expected a list of parts of type reasoning_text")
-    item = {
-        "type": "reasoning",
-        "summary": [],
-        "content": [{"type": "reasoning_text", "text": part["text"]} for part in content],
-    }
-    return item | _optional(value, ("id",), path)
+    parts = [{"type": "reasoning_text", "text": part["text"]} for part in content]
+    return {"type": "reasoning", "summary": [], "content": parts} | _optional(value, ("id",), path)
 
 
 def _optional(value: Json, keys: tuple[str, ...], path: str) -> Json:
-    return {key: _text(value, key, path) for key in keys if key in value}
-
-
-def _text(value: Json, key: str, path: str) -> str:
-    text = value.get(key)
-    if not isinstance(text, str):
-        raise at(f"{path}.{key}", f"expected a text, got {kind_of(text)}")
-    return text
+    return {key: text_in(value, key, path) for key in keys if key in value}
 
 
 READERS: dict[str, tuple[set[str], Callable[[Json, str], Json]]] = {
@@ -260,11 +226,8 @@ def _has(item: Json, message: Json) -> bool:
     or says more."""
     if item["type"] in CALLS:
         return False
-    return bool(
-        message["content"]
-        or "tool_calls" in message
-        or (item["type"] == "reasoning" and "reasoning_content" in message)
-    )
+    thinks_again = item["type"] == "reasoning" and "reasoning_content" in message
+    return bool(message["content"] or "tool_calls" in message or thinks_again)
 
 
 def _extend(message: Json, item: Json) -> None:

@@ -171,16 +171,9 @@ class Replays:
         """Raises Rejected (429, 503) if another follower of the response would be too much."""
         if self.get(record.response_id) is not None:
             return
-        if self.held(record.tenant_id) >= MAX_HELD_OF_ONE:
-            message = "too many long responses of this key are followed at this gateway"
-            raise Rejected(message, status=429, retry_after_s=1, code="too_many_streams")
-        if self.held() >= MAX_HELD:
-            raise Rejected(
-                "too many long responses are followed at this gateway",
-                status=503,
-                retry_after_s=1,
-                code="too_many_streams",
-            )
+        if (is_of_one := self.held(record.tenant_id) >= MAX_HELD_OF_ONE) or self.held() >= MAX_HELD:
+            message = f"too many long responses {'of this key ' if is_of_one else ''}are followed at this gateway"
+            raise Rejected(message, status=429 if is_of_one else 503, retry_after_s=1, code="too_many_streams")
 
     def may_grow(self, replay: ReplayedResponse) -> bool:
         """A tenant's oldest always may, however long it is."""

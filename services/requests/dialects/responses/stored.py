@@ -22,7 +22,7 @@ from services.requests.dialects.responses.replay import MAX_WHOLE, PIECE, Replay
 from services.requests.errors import GONE, TOO_MUCH, draining
 from services.requests.store.admission.held import queue_delete, queue_rewrite
 from services.requests.store.client import redis_errors_as_503
-from services.requests.store.record import ResponseRecord, find_record
+from services.requests.store.record import ResponseRecord, end_response, find_record
 from services.requests.store.tenants.tenant import Tenant
 from services.requests.text.answers.schema_errors import schema_errors
 from services.requests.text.answers.sse import PING
@@ -31,10 +31,9 @@ from services.requests.workers.grammars.answers import AnswerChecker
 from shared.process.errors import Invalid, Lost, Rejected
 from shared.process.telemetry import get_logger
 from shared.wire.entries import entries_of
-from shared.wire.messages import Control, RequestError, TokenEvent
-from shared.wire.registry import broadcast
-from shared.wire.streams import LOG_TTL_S, MESSAGE, inflight_key, log_key, response_key, stored_key, tombstone_key
-from shared.wire.token_log import END, decode_entry, end_alone, end_request, parse_log
+from shared.wire.messages import RequestError, TokenEvent
+from shared.wire.streams import MESSAGE, inflight_key, log_key, response_key, stored_key
+from shared.wire.token_log import END, decode_entry, end_alone, parse_log
 from shared.wire.transport import is_temporary
 
 log = get_logger("penstock.gateway")
@@ -76,12 +75,8 @@ async def decode(packed: bytes) -> StoredResponse:
         return StoredResponse(**await loads(packed))
     except (TypeError, ValueError) as error:
         log.error("a stored response can't be read: was it written by a newer version?", error=error)
-        raise Rejected(
-            "this gateway can't read how the response is stored",
-            status=503,
-            retry_after_s=2,
-            code="stored_response_unreadable",
-        ) from None
+        reason = "this gateway can't read how the response is stored"
+        raise Rejected(reason, status=503, retry_after_s=2, code="stored_response_unreadable") from None
 
 
 class Store:
@@ -114,12 +109,7 @@ class Store:
             packed: Any = await self.client.get(stored_key(response_id))
             record = await find_record(self.client, tenant, response_id, of_all=of_all)
         if packed is None or record is None:
-            raise Invalid(
-                f"Response with id '{shortened(response_id)}' not found.",
-                param="response_id",
-                code="response_not_found",
-                status=404,
-            )
+            raise not_found(f"Response with id '{shortened(response_id)}' not found.")
         return record, await decode(packed)
 
     async def items(self, stored: StoredResponse) -> list[Json]:
@@ -133,9 +123,7 @@ class Store:
             if (packed := await self._get(found.holder)) is None:
                 break
             found = await decode(packed)
-        raise Invalid(
-            "the conversation is not stored any more", param="response_id", code="response_not_found", status=404
-        )
+        raise not_found("the conversation is not stored any more")
 
     async def _get(self, response_id: str) -> bytes | None:
         with redis_errors_as_503():
@@ -168,12 +156,11 @@ class Store:
         kept = await self._get(before) if before else None
         if not before or kept is None or (found := await decode(kept)).holder != record.response_id:
             return None
-        items = [] if stored.holder else stored.items[: found.num_items]
-        return (
-            before,
-            len(kept),
-            StoredResponse(found.asked, items, stored.holder, found.num_items if stored.holder else 0).encode(),
-        )
+        if stored.holder:
+            changed = StoredResponse(found.asked, [], stored.holder, found.num_items)
+        else:
+            changed = StoredResponse(found.asked, stored.items[: found.num_items])
+        return before, len(kept), changed.encode()
 
     async def read(
         self, record: ResponseRecord, stored: StoredResponse, *, is_checked: bool = True
@@ -233,12 +220,7 @@ class Store:
                 entries, is_running = found
                 is_there = is_there or bool(entries) or bool(is_running)
             if not is_there:
-                raise Invalid(
-                    f"Response with id '{record.response_id}' is too old.",
-                    param="response_id",
-                    code="response_not_found",
-                    status=404,
-                )
+                raise not_found(f"Response with id '{record.response_id}' is too old.")
             events = self._parse(request_id, entries, position)
             yield events
             if len(entries) < PAGE or events[-1].finish_reason is not None:
@@ -250,16 +232,8 @@ class Store:
         try:
             return parse_log(entries, position)
         except Lost as error:
-            return [
-                TokenEvent(
-                    request_id,
-                    position,
-                    None,
-                    "",
-                    finish_reason="error",
-                    error=RequestError(f"{GONE.message}: {error}", 500, code=GONE.code),
-                )
-            ]
+            gone = RequestError(f"{GONE.message}: {error}", 500, code=GONE.code)
+            return [TokenEvent(request_id, position, None, "", finish_reason="error", error=gone)]
 
     async def has_ended(self, record: ResponseRecord) -> bool:
         with redis_errors_as_503():
@@ -375,15 +349,9 @@ class Store:
         return None, bool(last) or bool(await self.client.hexists(inflight_key(record.served_model), request_id))
 
     async def cancel(self, record: ResponseRecord) -> None:
-        """End the response as cancelled, now: its log says so before any reader is told. What has
-        ended stays as it is."""
+        """End the response as cancelled, now. What has ended stays as it is."""
         with redis_errors_as_503():
-            async with self.client.pipeline(transaction=False) as pipe:
-                for request_id in record.request_ids:
-                    pipe.set(tombstone_key(request_id), "1", ex=LOG_TTL_S)
-                    end_request(pipe, record.served_model, request_id, None)
-                broadcast(pipe, Control("cancel", tuple(record.request_ids)))
-                await pipe.execute()
+            await end_response(self.client, record)
 
     async def delete(self, record: ResponseRecord) -> None:
         """Forget the response; one that runs is cancelled."""
@@ -398,6 +366,10 @@ class Store:
                     pipe.expire(key, DELETED_LOG_TTL_S)
                 await pipe.execute()
         self.replays.forget(record.response_id)  # now: its end has come, and its followers have kept it
+
+
+def not_found(message: str) -> Invalid:
+    return Invalid(message, param="response_id", code="response_not_found", status=404)
 
 
 def place(entry_id: bytes) -> tuple[int, int]:

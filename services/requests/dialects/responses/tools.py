@@ -60,13 +60,8 @@ def chat_tools(tools: list[Json]) -> ChatTools:
         members, name = tool.get("tools"), tool.get("name")
         if not isinstance(name, str) or not isinstance(members, list):
             raise Invalid(f"{place}: a namespace has a name and tools", param=place)
-        pass_over(
-            *(
-                f"{place}.{shortened(key)}"
-                for key, value in tool.items()
-                if key not in GROUP_FIELDS and value is not None
-            )
-        )
+        others = [key for key, value in tool.items() if key not in GROUP_FIELDS and value is not None]
+        pass_over(*(f"{place}.{shortened(key)}" for key in others))
         for index, member in enumerate(members):
             if not isinstance(member, dict):
                 raise Invalid(
@@ -101,41 +96,28 @@ def chat_choice(choice: str | Json | None) -> str | Json | None:
         return choice
     if choice.get("type") == "allowed_tools":
         tools = choice.get("tools")
-        named = (
-            [_chat_named(each) if isinstance(each, dict) else each for each in tools]
-            if isinstance(tools, list)
-            else tools
-        )
-        return {
-            "type": "allowed_tools",
-            "allowed_tools": {
-                "mode": choice.get("mode"),
-                "tools": without_hosted(named) if isinstance(named, list) else named,
-            },
-        }
+        allowed = [*map(_chat_named, without_hosted(tools))] if isinstance(tools, list) else tools
+        return {"type": "allowed_tools", "allowed_tools": {"mode": choice.get("mode"), "tools": allowed}}
     if choice.get("type") not in OWN:
         raise Invalid(
             f"tool_choice: this server runs no tools of its own, such as {shortened(choice.get('type'))}",
             param="tool_choice",
         )
-    return _chat_named(choice)
+    named: Json = _chat_named(choice)
+    return named
 
 
 def without_hosted(named: list[Any]) -> list[Any]:
-    pass_over(
-        *(
-            f"tool_choice.tools[{number}]"
-            for number, each in enumerate(named)
-            if isinstance(each, dict) and each.get("type") not in OWN
-        )
-    )
-    return [each for each in named if not isinstance(each, dict) or each.get("type") in OWN]
+    hosted = [number for number, each in enumerate(named) if isinstance(each, dict) and each.get("type") not in OWN]
+    pass_over(*(f"tool_choice.tools[{number}]" for number in hosted))
+    return [each for number, each in enumerate(named) if number not in hosted]
 
 
-def _chat_named(choice: Json) -> Json:
-    kind, name, namespace = choice.get("type"), choice.get("name"), choice.get("namespace")
-    if kind not in OWN:
+def _chat_named(choice: Any) -> Any:
+    """A choice as the chat has it; what is no object is the chat's to refuse."""
+    if not isinstance(choice, dict):
         return choice
+    kind, name, namespace = choice.get("type"), choice.get("name"), choice.get("namespace")
     known = isinstance(name, str) and isinstance(namespace, str)
     return {"type": kind, "function": {"name": chat_name(str(name), str(namespace)) if known else name}}
 

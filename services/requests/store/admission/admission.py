@@ -149,11 +149,8 @@ class Admission:
         # before anything is encoded: n may be many times a long prompt
         if len(submitted) > limits[0] or sum(tokens) > limits[1]:
             raise self._full(model, 0, 0, len(submitted), sum(tokens))
-        messages, size, most = (
-            list[bytes](),
-            len(stored) + sum(map(len, (images or {}).values())),
-            self.settings.max_held_size,
-        )
+        messages, most = list[bytes](), self.settings.max_held_size
+        size = len(stored) + sum(map(len, (images or {}).values()))
         for request in submitted:
             messages.append(message := encode(request))
             size += len(message)
@@ -283,12 +280,8 @@ class Admission:
 
 
 def unknown_model(name: str, known: Iterable[str]) -> Invalid:
-    return Invalid(
-        f"the model {name!r} does not exist; served: {', '.join(sorted(known))}",
-        param="model",
-        code="model_not_found",
-        status=404,
-    )
+    message = f"the model {name!r} does not exist; served: {', '.join(sorted(known))}"
+    return Invalid(message, param="model", code="model_not_found", status=404)
 
 
 def names_of(replica: Replica) -> tuple[str, ...]:

@@ -37,29 +37,6 @@ def queue_created(pipe: Pipeline, created_at: int) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Backlog:
-    """The work that waits, over all batches that have not ended. Times: wall clock, s."""
-
-    lines_waiting: int  # of batches that are checked
-    oldest_at: int  # when the oldest batch was made
-    progressed_at: int  # when the batch moved that has not moved for the longest
-
-
-def queue_backlog(pipe: Pipeline, backlog: Backlog | None) -> None:
-    """Note what waits; None: nothing."""
-    if backlog is None:
-        pipe.hdel(BATCH_FIGURES, "lines_waiting", "oldest_at", "progressed_at")
-        return
-    found = {
-        "lines_waiting": backlog.lines_waiting,
-        "oldest_at": backlog.oldest_at,
-        "progressed_at": backlog.progressed_at,
-    }
-    pipe.hset(BATCH_FIGURES, mapping=found)
-    pipe.expire(BATCH_FIGURES, FILE_TTL_S)
-
-
-@dataclass(frozen=True, slots=True)
 class BatchFigures:
     """The figures of batches that Redis holds."""
 

@@ -1,7 +1,9 @@
 """The lines of a batch's input: each line is a request."""
 
+import codecs
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import IO, Any
 
 from services.requests.bodies.fields import kind_of, shortened
 from services.requests.bodies.parse import read_object
@@ -18,6 +20,18 @@ class BatchLine:
 
     custom_id: str
     body: dict[str, Any]
+
+
+def lines_of(file: IO[bytes], longest: int) -> Iterator[tuple[int, bytes]]:
+    """The lines that are not empty, with their numbers, each as far as `longest` bytes."""
+    number = 0
+    while line := file.readline(longest):
+        number, rest = number + 1, line
+        while not rest.endswith(b"\n") and (rest := file.readline(longest)):
+            pass
+        text = (line.removeprefix(codecs.BOM_UTF8) if number == 1 else line).strip()
+        if text:
+            yield number, text
 
 
 def read_line(text: bytes, endpoint: str, max_bytes: int) -> BatchLine:

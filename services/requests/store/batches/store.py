@@ -150,16 +150,8 @@ class BatchStore:
         input is checked. Raises Rejected (429) if too many of the owner's are running."""
         keys = batch_key(record.batch_id), batches_key(record.owner), BATCHES_RUNNING
         asked = table(id=record.batch_id, now=time.time(), ttl=TTL_S, max_running=MAX_RUNNING, max_kept=MAX_KEPT)
-        values = (
-            "record",
-            msgpack.packb(asdict(record)),
-            "status",
-            "validating",
-            "traceparent",
-            traceparent,
-            "model",
-            model,
-        )
+        packed = msgpack.packb(asdict(record))
+        values = ("record", packed, "status", "validating", "traceparent", traceparent, "model", model)
         with redis_errors_as_503():
             async with self.client.pipeline(transaction=True) as pipe:
                 CREATE_BATCH.call(pipe, keys, asked, *values)
@@ -188,44 +180,35 @@ class BatchStore:
             if place is None:
                 raise Invalid(f"no object {after!r} in this list", param="after")
             found: Any = await self.client.zrevrange(batches_key(owner), place + 1, place + count)
-            names = [name.decode(errors="replace") for name in found]
-            async with self.client.pipeline(transaction=False) as pipe:
-                for name in names:
-                    pipe.hgetall(batch_key(name))
-                values = await pipe.execute()
-            if gone := [name for name, value in zip(found, values, strict=True) if not value]:
+            batches, gone = await self._read(found)
+            if gone:
                 await self.client.zrem(batches_key(owner), *gone)
-        return [
-            batch for name, value in zip(names, values, strict=True) if (batch := read_batch(name, value)) is not None
-        ]
+        return batches
 
     async def running(self) -> list[Batch]:
         """The batches of all owners that have not ended, the newest first."""
         with redis_errors_as_503():
-            names: Any = await self.client.smembers(BATCHES_RUNNING)
-            async with self.client.pipeline(transaction=False) as pipe:
-                keys = [name.decode(errors="replace") for name in names]
-                for key in keys:
-                    pipe.hgetall(batch_key(key))
-                found = [
-                    batch
-                    for key, values in zip(keys, await pipe.execute(), strict=True)
-                    if (batch := read_batch(key, values)) is not None
-                ]
-        return sorted(found, key=lambda each: each.record.created_at, reverse=True)
+            members: Any = await self.client.smembers(BATCHES_RUNNING)
+            batches, _ = await self._read(list(members))
+        return sorted(batches, key=lambda each: each.record.created_at, reverse=True)
+
+    async def _read(self, members: list[bytes]) -> tuple[list[Batch], list[bytes]]:
+        """The batches with these ids, and the ids of those that are gone."""
+        names = [member.decode(errors="replace") for member in members]
+        async with self.client.pipeline(transaction=False) as pipe:
+            for name in names:
+                pipe.hgetall(batch_key(name))
+            values = await pipe.execute()
+        read = [read_batch(name, value) for name, value in zip(names, values, strict=True)]
+        gone = [member for member, value in zip(members, values, strict=True) if not value]
+        return [batch for batch in read if batch is not None], gone
 
     async def move(self, batch_id: str, allowed: tuple[str, ...], status: str, **values: Any) -> str | None:
         """Give a batch the status, and further fields, if its present status is among those allowed.
         Returns the status that it has then; None if there is no such batch."""
         pairs = [each for name, value in values.items() for each in (name, value)]
-        asked = table(
-            id=batch_id,
-            allowed=allowed,
-            status=status,
-            is_end=status not in RUNNING,
-            now=int(time.time()),
-            figures_ttl=FILE_TTL_S,
-        )
+        is_end, now = status not in RUNNING, int(time.time())
+        asked = table(id=batch_id, allowed=allowed, status=status, is_end=is_end, now=now, figures_ttl=FILE_TTL_S)
         keys = [batch_key(batch_id), BATCHES_RUNNING, BATCH_FIGURES]
         present = await MOVE_BATCH.run(self.client, keys, asked, *pairs)
         return present.decode() if present is not None else None

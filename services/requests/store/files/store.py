@@ -124,13 +124,8 @@ class FileStore:
         with redis_errors_as_503():
             before = await RESERVE_UPLOAD.run(self.client, [key], own, int(RESERVED_S * 1000))
         try:
-            coming = dict(each.decode().split("/") for each in before)
-            await self.check_room(
-                record.owner,
-                record.num_bytes,
-                max_size=max_size,
-                coming={name: int(size) for name, size in coming.items()},
-            )
+            coming = {name: int(size) for name, size in (each.decode().split("/") for each in before)}
+            await self.check_room(record.owner, record.num_bytes, max_size=max_size, coming=coming)
             yield
         finally:
             with suppress(Recoverable), redis_errors_as_503():  # without Redis the reservation expires

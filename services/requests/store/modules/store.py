@@ -117,9 +117,7 @@ class ModuleStore:
             if SET_ID.fullmatch(set_id):
                 about = await self.client.hget(module_set_key(owner, set_id), ABOUT)
         if about is None:
-            raise Invalid(
-                f"no prompt modules {shortened(set_id)!r}", param=param, code="prompt_modules_not_found", status=404
-            )
+            raise not_there(set_id, param)
         return decode(set_id, about)
 
     async def list_of(self, owner: str) -> list[ModuleSet]:
@@ -165,12 +163,7 @@ class ModuleStore:
                 pipe.zadd(module_sets_key(owner), {member_of(found): time.time()}, xx=True)
                 parts: Any = (await pipe.execute())[0]
         if None in parts:  # it was deleted just now
-            raise Invalid(
-                f"no prompt modules {shortened(used.id)!r}",
-                param=f"{PARAM}.id",
-                code="prompt_modules_not_found",
-                status=404,
-            )
+            raise not_there(used.id, f"{PARAM}.id")
         return tuple(
             PromptModule(
                 each.name, facts[each.name].end, tuple(part_of(part, each.arguments) for part in orjson.loads(packed))
@@ -232,13 +225,13 @@ def part_of(part: list[Any], arguments: dict[str, str]) -> ModulePart:
 
 def decode(set_id: str, about: bytes) -> ModuleSet:
     values = orjson.loads(about)
-    return ModuleSet(
-        set_id,
-        values["model"],
-        values["created_at"],
-        values["num_bytes"],
-        [ModuleFacts(*each) for each in values["modules"]],
-    )
+    modules = [ModuleFacts(*each) for each in values["modules"]]
+    return ModuleSet(set_id, values["model"], values["created_at"], values["num_bytes"], modules)
+
+
+def not_there(set_id: str, param: str) -> Invalid:
+    reason = f"no prompt modules {shortened(set_id)!r}"
+    return Invalid(reason, param=param, code="prompt_modules_not_found", status=404)
 
 
 def member_of(found: ModuleSet) -> str:

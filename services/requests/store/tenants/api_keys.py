@@ -91,15 +91,8 @@ def add_key(path: Path, name: str, **limits: object) -> str:
             raise StartupError(f"there is a key called {name!r} already: revoke it first, or rotate it")
         secret = _new_secret()
         try:
-            keys.append(
-                ApiKey(
-                    name=name,
-                    tenant_id=secrets.token_hex(8),
-                    sha256=digest_of(secret).hex(),
-                    created_at=time.time(),
-                    **limits,
-                )
-            )
+            made = {"name": name, "tenant_id": secrets.token_hex(8), "sha256": digest_of(secret).hex()}
+            keys.append(ApiKey.model_validate({**made, "created_at": time.time(), **limits}))
         except ValidationError as error:
             first = error.errors()[0]
             raise StartupError(f"{'.'.join(map(str, first['loc']))}: {first['msg']}, got {first['input']!r}") from None

@@ -69,13 +69,7 @@ class Caller:
                 "once: lower n, or send fewer prompts"
             )
             raise Invalid(message, param="n", code="request_exceeds_limit")
-        return Charge(
-            tenant.requests_per_minute,
-            tenant.tokens_per_minute,
-            tenant.max_concurrency,
-            num_requests,
-            num_charged,
-        )
+        return Charge(*tenant.limits, num_requests, num_charged)
 
     async def charge_work(self, client: "redis.asyncio.Redis", num_requests: float) -> Rejected | None:
         """Charge work that hands nothing over, in requests. Returns the refusal if a limit is
@@ -91,11 +85,8 @@ class Caller:
     def refused(self, kind: str, wait_ms: int, left: list[int]) -> Rejected:
         """The error for the limit that is exceeded."""
         self.tell(left)
-        limit, unit = {
-            "requests": (self.tenant.requests_per_minute, "requests a minute"),
-            "tokens": (self.tenant.tokens_per_minute, "tokens a minute"),
-            "concurrency": (self.tenant.max_concurrency, "requests at once"),
-        }[kind]
+        place = ("requests", "tokens", "concurrency").index(kind)
+        limit, unit = self.tenant.limits[place], ("requests a minute", "tokens a minute", "requests at once")[place]
         retry_after_s = max(1, math.ceil(wait_ms / 1000))
         message = f"Rate limit reached: this key may make {limit} {unit}. Please try again in {retry_after_s}s."
         return Rejected(message, status=429, retry_after_s=retry_after_s, code="rate_limit_exceeded")
@@ -108,8 +99,7 @@ class Caller:
     def tell(self, left: list[int]) -> None:
         """Put what is left into OpenAI's headers. left: as the script returned it, with its time; empty
         without limits."""
-        limits = (self.tenant.requests_per_minute, self.tenant.tokens_per_minute)
-        for unit, limit, rest in zip(("requests", "tokens"), limits, left, strict=False):
+        for unit, limit, rest in zip(("requests", "tokens"), self.tenant.limits, left, strict=False):
             if limit is not None:
                 rest = max(rest, 0)
                 self.headers |= {

@@ -21,10 +21,12 @@ class Tenant:
     priority: int = 0  # added to that of each request; smaller is sooner
 
     @property
+    def limits(self) -> tuple[int | None, int | None, int | None]:
+        return self.requests_per_minute, self.tokens_per_minute, self.max_concurrency
+
+    @property
     def has_limits(self) -> bool:
-        return any(
-            limit is not None for limit in (self.requests_per_minute, self.tokens_per_minute, self.max_concurrency)
-        )
+        return any(limit is not None for limit in self.limits)
 
     @property
     def sees_all(self) -> bool:

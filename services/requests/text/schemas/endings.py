@@ -1,20 +1,12 @@
 """Whether some answer that matches a schema has an end: a schema can hold itself again, in each of its answers."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from services.requests.text.schemas.negate import TYPES
 from services.requests.text.schemas.rewrite import HELD
+from services.requests.text.schemas.values import TYPE_OF
 
-KINDS = {
-    type(None): "null",
-    bool: "boolean",
-    int: "number",
-    float: "number",
-    str: "string",
-    list: "array",
-    dict: "object",
-}
 ALL = frozenset(TYPES)
 NOTHING: frozenset[str] = frozenset()
 MAX_PASSES = 16  # over all definitions
@@ -52,11 +44,9 @@ def types_that_end(node: Any, ended: Mapping[str, frozenset[str]], *, has_parts:
     if isinstance(node, bool):
         return ALL if node else NOTHING
     names = node.get("type", ALL)
-    found = frozenset(
-        "number" if each == "integer" else each for each in ([names] if isinstance(names, str) else names)
-    )
+    found = without_integer([names] if isinstance(names, str) else names)
     if "enum" in node:
-        found &= {KINDS[type(each)] for each in node["enum"]}
+        found &= without_integer(TYPE_OF[type(each)] for each in node["enum"])
     if "$ref" in node:
         found &= ended.get(node["$ref"].removeprefix(HELD), ALL)
     for each in node.get("allOf", ()):
@@ -68,6 +58,10 @@ def types_that_end(node: Any, ended: Mapping[str, frozenset[str]], *, has_parts:
         if not all(types_that_end(each, ended, has_parts=True) for each in parts):
             found -= {name}
     return found
+
+
+def without_integer(names: Iterable[str]) -> frozenset[str]:
+    return frozenset("number" if each == "integer" else each for each in names)
 
 
 def needed_items(node: dict[str, Any]) -> list[Any]:

@@ -19,38 +19,17 @@ Place = tuple[str, Any]  # path and value
 
 NAMES = ("null", "boolean", "object", "array", "number", "string", "integer", "any")  # types; any is draft 3's
 A_SCHEMA = (
-    "not",
-    "if",
-    "then",
-    "else",
-    "contains",
-    "additionalProperties",
-    "additionalItems",
-    "propertyNames",
-    "unevaluatedItems",
-    "unevaluatedProperties",
-)
+    "not", "if", "then", "else", "contains", "additionalProperties", "additionalItems", "propertyNames",
+    "unevaluatedItems", "unevaluatedProperties",
+)  # fmt: skip
 SCHEMAS = ("allOf", "anyOf", "oneOf", "prefixItems")
 TABLES = (
-    "properties",
-    "patternProperties",
-    "dependentSchemas",
-    "dependencies",
-    "dependentRequired",
-    "$defs",
-    "definitions",
-)
+    "properties", "patternProperties", "dependentSchemas", "dependencies", "dependentRequired", "$defs", "definitions",
+)  # fmt: skip
 TEXTS = ("pattern", "format", "$ref", "$dynamicRef", "$recursiveRef", "$schema", "$id", "$anchor", "$dynamicAnchor")
 COUNTS = (
-    "minLength",
-    "maxLength",
-    "minItems",
-    "maxItems",
-    "minContains",
-    "maxContains",
-    "minProperties",
-    "maxProperties",
-)
+    "minLength", "maxLength", "minItems", "maxItems", "minContains", "maxContains", "minProperties", "maxProperties",
+)  # fmt: skip
 MAX_SHOWN = 40  # characters of a value or a name, in an error
 MAX_PATH = 200
 NUMBER = re.compile(r"[0-9]{1,9}")

@@ -156,27 +156,8 @@ NEGATIONS: dict[str, Callable[[Walker, Any, Any, int], list[Json] | None]] = {
 }
 # Assertions whose negation is not known here
 ASSERTIONS = {
-    "format",
-    "multipleOf",
-    "exclusiveMinimum",
-    "exclusiveMaximum",
-    "items",
-    "prefixItems",
-    "additionalItems",
-    "uniqueItems",
-    "contains",
-    "unevaluatedItems",
-    "additionalProperties",
-    "patternProperties",
-    "propertyNames",
-    "dependencies",
-    "dependentRequired",
-    "dependentSchemas",
-    "minProperties",
-    "maxProperties",
-    "unevaluatedProperties",
-    "oneOf",
-    "if",
-    "$dynamicRef",
-    "$recursiveRef",
-}
+    "format", "multipleOf", "exclusiveMinimum", "exclusiveMaximum", "items", "prefixItems", "additionalItems",
+    "uniqueItems", "contains", "unevaluatedItems", "additionalProperties", "patternProperties", "propertyNames",
+    "dependencies", "dependentRequired", "dependentSchemas", "minProperties", "maxProperties", "unevaluatedProperties",
+    "oneOf", "if", "$dynamicRef", "$recursiveRef",
+}  # fmt: skip

@@ -21,10 +21,8 @@ def absent(names: Iterable[str]) -> Json:
 def counted(node: Json, least: int, most: int | None) -> list[Json] | None:
     """Schemas that all hold for an object with `least` to `most` properties; None if there are no such
     schemas. Where properties may come that are not listed, the listed ones alone are counted."""
-    names, required = (
-        [name for name, each in table(node.get("properties")).items() if each is not False],
-        texts(node.get("required")),
-    )
+    names = [name for name, each in table(node.get("properties")).items() if each is not False]
+    required = texts(node.get("required"))
     optional = [name for name in names if name not in required]
     is_closed = node.get("additionalProperties") is False and not node.get("patternProperties")
     if not names and not is_closed:

@@ -7,7 +7,7 @@ from typing import Any
 
 from services.requests.text.schemas.negate import Walker, either, negated
 from services.requests.text.schemas.patterns import are_apart, expressed, formatted
-from services.requests.text.schemas.values import Json, table, texts
+from services.requests.text.schemas.values import TYPE_OF, Json, table, texts
 
 MAX_COMPARED = 256  # options, each with each other
 PAIRS_OF_WORK = 8  # that are compared in the time in which a node is rewritten
@@ -15,16 +15,6 @@ MAX_TEXTS = 32  # options that are patterns, each with each other, by the librar
 MAX_OPTIONS = 12  # to be made exclusive
 MAX_EACH = 6  # alternatives in which another option does not hold
 MAX_PRODUCT = 128
-TYPES = {"null", "boolean", "object", "array", "number", "string", "integer"}
-TYPE_OF = {
-    bool: "boolean",
-    type(None): "null",
-    int: "integer",
-    float: "number",
-    str: "string",
-    list: "array",
-    dict: "object",
-}
 
 
 def exclusive(walker: Walker, options: list[Any], walked: list[Any], resolver: Any, beside: Json) -> list[Any] | None:
@@ -137,7 +127,7 @@ def types_of(node: Json) -> set[str]:
     names = node.get("type")
     if names is None and (values := values_of(node)) is not None:
         return {TYPE_OF[type(each)] for each in values}
-    listed = set(names if isinstance(names, list) else [names] if isinstance(names, str) else TYPES)
+    listed = set(names if isinstance(names, list) else [names] if isinstance(names, str) else TYPE_OF.values())
     return listed | ({"integer"} if "number" in listed else set())
 
 

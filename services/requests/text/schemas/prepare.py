@@ -13,9 +13,8 @@ from typing import Any
 from msgspec.structs import replace
 
 from services.requests.text.schemas.endings import never_ends
-from services.requests.text.schemas.faults import fault_of_pattern
-from services.requests.text.schemas.form import NoSchema, normalize
-from services.requests.text.schemas.patterns import UNSATISFIABLE
+from services.requests.text.schemas.form import MAX_SHOWN, NoSchema, below, joined, normalize, pointed
+from services.requests.text.schemas.patterns import UNSATISFIABLE, expressed, refusal
 from services.requests.text.schemas.rewrite import Effort, Rewriter, TooLarge, has_too_many
 from services.requests.text.schemas.values import Json, table
 from shared.model.constraint import Constraint
@@ -24,28 +23,17 @@ from shared.process.deep_stack import on_deep_stack
 from shared.process.errors import Invalid
 
 NAMED_ESCAPES = 'nrbtf\\"'  # JSON's escapes apart from \\uXXXX
+MAX_REASON = 200  # characters of the library's words against a pattern
 MAX_NAMED = 16  # keywords of a schema that are named as passed over
 NO_ANSWER = "no answer can match it"
 OF_PATTERNS = ("pattern", "patternProperties")
 ALL_BELOW, ALL_BUT_TYPE, ALL = "all below the first level", "all but its type", "all"
 MAX_CLOSED = 64  # levels of a schema whose objects are closed
 COMPOSED = {
-    "additionalProperties",
-    "patternProperties",
-    "unevaluatedProperties",
-    "propertyNames",
-    "minProperties",
-    "dependencies",
-    "dependentRequired",
-    "dependentSchemas",
-    "allOf",
-    "anyOf",
-    "oneOf",
-    "not",
-    "$ref",
-    "$dynamicRef",
+    "additionalProperties", "patternProperties", "unevaluatedProperties", "propertyNames", "minProperties",
+    "dependencies", "dependentRequired", "dependentSchemas", "allOf", "anyOf", "oneOf", "not", "$ref", "$dynamicRef",
     "if",
-}
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,6 +120,39 @@ def unenforced(schema: Any, names: list[str]) -> str:
     fault = fault_of_pattern(schema) if set(names) & set(OF_PATTERNS) else ""
     others = ", ".join(name for name in names if not fault or name not in OF_PATTERNS)
     return "; ".join(filter(None, (fault, others and f"{others} can't be enforced")))
+
+
+def fault_of_pattern(schema: Any) -> str:
+    """The place of a pattern that can't be enforced, and the reason; empty if there is none."""
+    ahead, seen = [("", schema)], set()
+    while ahead:
+        path, node = ahead.pop()
+        if not isinstance(node, dict) or id(node) in seen:
+            continue
+        seen.add(id(node))
+        for place, pattern in patterns_of(path, node):
+            if expressed(pattern) is None:
+                return f"{place.lstrip('.')} can't be enforced: {reason_of(pattern)}"
+        # definitions are reached by the references to them: an unused one is not at fault
+        ahead += below(path, {key: value for key, value in node.items() if key not in ("$defs", "definitions")})
+        if isinstance(reference := node.get("$ref"), str):
+            ahead.append((reference.removeprefix("#/").replace("/", "."), pointed(schema, reference)))
+    return ""
+
+
+def patterns_of(path: str, node: Json) -> Iterator[tuple[str, str]]:
+    """The patterns of a node, by place. Beside enum and const they choose among the values, which needs
+    no grammar."""
+    if "pattern" in node and not {"enum", "const"} & node.keys():
+        yield joined(path, ".pattern"), node["pattern"]
+    for pattern in node.get("patternProperties", ()):
+        yield joined(path, f".patternProperties.{pattern[:MAX_SHOWN]}"), pattern
+
+
+def reason_of(pattern: str) -> str:
+    """The engine's words, or those for a pattern that the rewriter does not express."""
+    reason = refusal(json.dumps({"type": "string", "pattern": pattern}))
+    return reason.rpartition("error: ")[2].partition(";")[0].strip()[:MAX_REASON] or "engines read it differently"
 
 
 def contents_of(node: Any) -> Iterator[Json]:

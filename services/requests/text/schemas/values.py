@@ -11,6 +11,10 @@ from services.requests.text.schemas.patterns import unsupported_keyword
 
 Json = dict[str, Any]
 
+# the JSON type of a value
+TYPE_OF = {
+    bool: "boolean", type(None): "null", int: "integer", float: "number", str: "string", list: "array", dict: "object",
+}  # fmt: skip
 NUMBERS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
 UPPER_COUNTS = ("maxLength", "maxItems")
 COUNTS = ("minLength", "minItems", *UPPER_COUNTS)
@@ -117,11 +121,8 @@ def is_contradictory(node: Json) -> bool:
 def is_valid(value: Any, schema: Json) -> bool:
     """Whether a value that a schema lists keeps to the other keywords; also if Python can't tell."""
     try:
-        return bool(
-            jsonschema.Draft202012Validator({key: each for key, each in schema.items() if each is not None}).is_valid(
-                value
-            )
-        )
+        given = {key: each for key, each in schema.items() if each is not None}
+        return bool(jsonschema.Draft202012Validator(given).is_valid(value))
     except Exception:  # a pattern that Python does not read, a bound that is no number
         return True
 
