@@ -20,6 +20,7 @@ from services.compute.models.architectures import ACTIVATIONS
 from services.compute.models.decoder import EmbeddingRows
 from services.compute.models.library_errors import first_line
 from services.compute.models.moe import Expert, run_experts
+from services.compute.weights.gguf_layouts import find_layout
 from services.compute.weights.gguf_source import GgufSource
 from services.compute.weights.source import EMBEDDING
 from shared.process.errors import StartupError
@@ -28,15 +29,20 @@ EXPANSION = ".kv_b_proj"  # the layer that makes keys and values of compressed o
 
 
 class KernelLinear(nn.Module):
-    """A backend's linear layer in the place of torch's."""
+    """A backend's linear layer in the place of torch's. rows, columns: where its matrix has each row
+    and each column of that layer's; None: in their order."""
 
-    def __init__(self, linear: Linear) -> None:
+    def __init__(self, linear: Linear, rows: Tensor | None = None, columns: Tensor | None = None) -> None:
         super().__init__()
         self.linear = linear
+        self.rows = rows
+        self.inputs = None if columns is None else columns.argsort()
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [..., k]. Returns [..., n]."""
-        return self.linear(x.reshape(-1, x.shape[-1])).view(*x.shape[:-1], -1)
+        x = x if self.inputs is None else x[..., self.inputs]
+        result = self.linear(x.reshape(-1, x.shape[-1])).view(*x.shape[:-1], -1)
+        return result if self.rows is None else result[..., self.rows]
 
 
 class KernelHead(KernelLinear):
@@ -119,7 +125,7 @@ def check_shapes(model: Any, source: GgufSource) -> None:
     takes memory."""
     for name, parameter in model.named_parameters():
         shape, part = tuple(parameter.shape), name.rpartition(".")[2]
-        if part in ("gate_up_proj", "down_proj"):
+        if part in ("gate_up_proj", "down_proj") and not source.has(name):
             which = "gate" if part == "gate_up_proj" else "down"
             source.check(
                 f"{name.rpartition('.')[0]}.0.{which}_proj.weight",
@@ -141,12 +147,14 @@ def exchange(
             return None
         bias = source.dense(of_file + "bias", shape[:1]) if module.bias is not None else None
         linear = backend.make_linear(source.matrix(of_file, shape), bias)
-        return KernelHead(linear) if is_head else KernelLinear(linear)
+        return KernelHead(linear) if is_head else KernelLinear(linear, *source.orders(of_file + "weight"))
     if isinstance(module, nn.Embedding) and source.keeps(f"{name}.weight"):
         rows = source.embedding((module.num_embeddings, module.embedding_dim), f"{name}.weight")
         return FileEmbedding(rows, getattr(module, "embed_scale", None))
-    if {"gate_up_proj", "down_proj"} <= dict(module.named_parameters(recurse=False)).keys():
-        return KernelExperts(read_experts(name, module, source, backend, ACTIVATIONS[config.hidden_act]), backend)
+    is_mixture = {"gate_up_proj", "down_proj"} <= dict(module.named_parameters(recurse=False)).keys()
+    if is_mixture and find_layout(source.layouts, f"{name}.down_proj") is None:
+        activation = ACTIVATIONS[str(getattr(config, "hidden_activation", getattr(config, "hidden_act", "silu")))]
+        return KernelExperts(read_experts(name, module, source, backend, activation), backend)
     return None
 
 
