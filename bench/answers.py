@@ -22,7 +22,7 @@ from services.requests.text.answers.choice import Choice
 from services.requests.text.answers.formats import format_for
 from services.requests.text.answers.sse import encode_event
 from services.requests.text.answers.translate import Fold, Translation
-from services.requests.text.parsing.answer import Parsing
+from shared.model.parsing.answer import Parsing
 from shared.wire.messages import TokenEvent
 
 THOUGHT, TEXT = 100, 400  # tokens

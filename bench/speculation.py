@@ -30,6 +30,7 @@ import json
 import random
 import statistics
 import time
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -233,10 +234,11 @@ class Loop:
         flight = launch(
             batch, hidden, begin_reduction(logits, list(rows.values()), self.runner.row_search, masks), self.scheduler
         )
-        collected = collect(flight, self.scheduler)
-        assert not collected.failures and not flight.reduction.failures
-        speculation.computed(batch, hidden, collected.decided)
-        for handle, count in collected.decided.items():
+        rows_that_stand, failures, _ = collect(flight, self.scheduler)
+        assert not failures and not flight.reduction.failures
+        num_decided = Counter(rows_that_stand.handles.tolist())
+        speculation.computed(batch, hidden, num_decided)
+        for handle, count in num_decided.items():
             sequence = self.scheduler.get(handle)
             is_last = sequence.tokens.is_ending
             for _ in range(count):
@@ -244,7 +246,7 @@ class Loop:
             if is_last:
                 self.scheduler.finish(sequence, is_complete=True)
         speculation.timed(batch, time.perf_counter() - began)
-        return batch.num_decodes == len(batch.rows), sum(collected.decided.values())
+        return batch.num_decodes == len(batch.rows), num_decided.total()
 
 
 def chat_text(kind: Kind, *, has_marks: bool) -> str:

@@ -1,4 +1,4 @@
-"""Code that two or more stages must agree on, in three rooms. Imports no stage, and never torch.
+"""Code that two or more stages must agree on, in three packages. Imports no stage, and never torch.
 
 process/   what every process has: settings, errors, logs, traces
 model/     what a model and a request's parameters are: files, grammars, the decision

@@ -2,8 +2,8 @@
 are cores.
 
 Files that compute and files that mostly wait for other processes begin in turns: together, either
-kind would crowd the cores or leave them idle. All fork their stages from the same processes, which have
-imported torch and transformers once.
+kind would crowd the cores or leave them idle. All fork their stages from the same two processes:
+one has imported torch, the other transformers.
 `--once-more` is for CI: whatever failed runs again. Other arguments are pytest's, which then runs
 what they name.
 """

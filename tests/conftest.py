@@ -1,16 +1,19 @@
 """Fixtures: a real Redis, the demo pipeline, and the check that nothing is left behind."""
 
+import gc
 import os
 import random
 import sys
 from collections import defaultdict
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
+from functools import cache
 from pathlib import Path
 
 import numpy
 import pytest
 import redis
+from httpx._transports import default as transports
 from hypothesis import HealthCheck, settings
 from hypothesis.database import DirectoryBasedExampleDatabase
 
@@ -20,6 +23,11 @@ from tests.deployment import Deployment
 from tests.examples import DEFAULT
 from tests.pairwise import covering
 from tests.waiting import wait_until
+
+gc.disable()  # until all is collected: a third of the time of importing torch, transformers and all tests
+
+# Every client reads the certificates of all authorities: 25 ms of a core for each of thousands of requests.
+transports.create_ssl_context = cache(transports.create_ssl_context)
 
 # Keys that may live for ever; every other must have a TTL once its work is done.
 PERMANENT = {"replicas", "dead-letter"}
@@ -69,6 +77,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             continue
         for number in set(range(len(cases))).difference(chosen):
             cases[number].add_marker("more")
+
+
+def pytest_collection_finish() -> None:
+    gc.enable()
 
 
 def answers(url: str) -> bool:

@@ -100,11 +100,12 @@ class Deployment:
     def wait_live(self, *replica_ids: str) -> None:
         """Until these replicas are in the registry."""
         try:
-            wait_until(
-                lambda: set(replica_ids) <= {each.replica_id for each in self.registry().replicas},
-                description=f"{replica_ids} live",
-                timeout_s=180,
-            )
+            with connect(self.redis_url) as client:
+                wait_until(
+                    lambda: set(replica_ids) <= {each.replica_id for each in look(client).replicas},
+                    description=f"{replica_ids} live",
+                    timeout_s=180,
+                )
         except AssertionError as error:
             raise AssertionError(f"{error}\n{self.logs()}") from None
 

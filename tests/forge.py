@@ -27,6 +27,19 @@ from typing import Any
 
 # The stages of "light" never see torch: the tokenizer makes its import fail.
 KINDS = {"light": ("gateway", "jobs", "sampler", "tokenizer"), "compute": ("compute", "encoder")}
+# What their `main` imports only when its settings are good: torch takes a second of a core. transformers stays out
+# of "compute": it loads triton, whose objects, if they are frozen, complain at the end of every stage.
+LATE = {
+    "light": (),
+    "compute": (
+        "services.compute.images.reader",
+        "services.compute.loop.engine",
+        "services.compute.loop.service",
+        "services.compute.ranks.rank",
+        "services.compute.weights.sizes",
+        "services.encoder.service",
+    ),
+}
 VARIABLES = {kind: f"FORGE_OF_{kind.upper()}" for kind in KINDS}  # the address of one that several test processes share
 
 
@@ -150,15 +163,16 @@ def main(kind: str, listener: socket.socket) -> None:
 
 
 def preload(kind: str) -> None:
-    for stage in KINDS[kind]:
-        importlib.import_module(f"services.{stage}.__main__")
+    gc.disable()  # a collection would look through all modules again and again
+    for module in (*(f"services.{stage}.__main__" for stage in KINDS[kind]), *LATE[kind]):
+        importlib.import_module(module)
     if kind == "light":
         from services.tokenizer import __main__ as tokenizer
         from shared.model.files import open_model
 
         tokenizer.load_tokenizer(open_model("demo"))  # which imports transformers
-    gc.collect()
     gc.freeze()  # a fork's collector would write to every page
+    gc.enable()
 
 
 def next_request(listener: socket.socket) -> dict[str, Any]:

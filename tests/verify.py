@@ -145,6 +145,13 @@ SUITES = {
     "telemetry": Suite(
         "tests.telemetry", "metrics, traces and alerts tell what happened", "4 minutes", "apt install prometheus"
     ),
+    "upgrade": Suite(
+        "tests.chaos",
+        "no answer is lost or changed while an older version's processes are replaced one by one; --from COMMIT",
+        "minutes",
+        "the repository's history",
+        arguments=("--from", "144cc386"),  # whose messages are the last that differ from today's
+    ),
     "wheel": Suite(
         "tests.wheel",
         "pip wheel makes a wheel that answers where there is no compiler",

@@ -398,7 +398,7 @@ def serve_trace(backend: CudaBackend, name: str, requests: list[TraceRequest], *
     while scheduler.num_unfinished:
         landing = steps.step()
         now = time.perf_counter() - started
-        for handle in [] if landing is None else landing.rows.handles.tolist():
+        for handle in [] if landing is None else landing.handles.tolist():
             begun_at, sequence = first.setdefault(handle, now), sequences[handle]
             if sequence.is_finished:
                 served.ttft_s.append(begun_at)

@@ -4,8 +4,9 @@ when it lands. With a step in flight, or without.
 
 from services.compute.backends.backend import RowSearch
 from services.compute.candidates.reduction import begin_reduction
+from services.compute.candidates.rows import CandidateRows
 from services.compute.execution.model_runner import ModelRunner
-from services.compute.loop.flight import Collected, Flight, collect, launch, rows_still_valid
+from services.compute.loop.flight import Flight, collect, launch, rows_still_valid
 from services.compute.scheduling.scheduler import Scheduler
 
 
@@ -21,7 +22,7 @@ class Steps:
         self.flight: Flight | None = None
         self.num_surplus = 0
 
-    def step(self) -> Collected | None:
+    def step(self) -> CandidateRows | None:
         """Run a step, or what is left in flight. Returns what landed, if anything did."""
         batch = self.scheduler.schedule()
         if batch is None:
@@ -33,16 +34,16 @@ class Steps:
         self.flight = launch(batch, hidden, begin_reduction(logits, list(rows.values()), self.search), self.scheduler)
         return collected if self.is_ahead else self.collect()
 
-    def collect(self) -> Collected | None:
+    def collect(self) -> CandidateRows | None:
         if self.flight is None:
             return None
         flight, self.flight = self.flight, None
-        collected = collect(flight, self.scheduler)
-        self.num_surplus += collected.num_surplus
-        for key in collected.rows.keys:
+        rows, _, num_surplus = collect(flight, self.scheduler)
+        self.num_surplus += num_surplus
+        for key in rows.keys:
             sequence = flight.rows[key].sequence
             is_last = sequence.tokens.is_ending
             self.scheduler.confirm(sequence)
             if is_last:
                 self.scheduler.finish(sequence, is_complete=True)
-        return collected
+        return rows

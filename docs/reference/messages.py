@@ -84,9 +84,9 @@ def made(function: Any) -> Any:
 
 
 def comment_of(name: str) -> str:
-    """The comment behind a constant of streams.py."""
-    found = re.search(rf"^{name}\b.*?#\s*(.*)$", inspect.getsource(streams), re.MULTILINE)
-    return found[1] if found else ""
+    """The comment behind a constant of streams.py, else the comment lines directly above it."""
+    found = re.search(rf"((?:^#.*\n)*)^{name}\b[^#\n]*(?:#\s*(.*))?$", inspect.getsource(streams), re.MULTILINE)
+    return (found[2] or " ".join(re.findall(r"^#\s*(.*)$", found[1], re.MULTILINE))) if found else ""
 
 
 def message_types() -> list[type]:

@@ -74,7 +74,7 @@ async def working(cells: Cells[GatewayContext], _: FastAPI) -> AsyncIterator[Non
     await shared.bodies.helpers.stop()
     await shared.grammars.helpers.stop()
     await shared.images.helpers.stop()
-    await shared.pipeline.answers.helpers.stop()
+    await shared.pipeline.answer_checker.helpers.stop()
 
 
 @asynccontextmanager
@@ -177,10 +177,10 @@ def add_routes(app: FastAPI) -> None:
 def own_problems(context: GatewayContext) -> list[str]:
     """The reasons why this gateway can't serve a cell: its reader's, or the heartbeat's, which writes
     and so notices a Redis that takes no writes."""
-    found = list(context.pipeline.subscriptions.problems)
+    problems = list(context.pipeline.subscriptions.problems)
     if context.stage.problem:
-        found.append(f"redis can't serve: {context.stage.problem}")
-    return found
+        problems.append(f"redis can't serve: {context.stage.problem}")
+    return problems
 
 
 def by_cell(cells: Cells[GatewayContext], problems_of: Callable[[GatewayContext], list[str]]) -> list[str]:
@@ -196,17 +196,17 @@ def by_cell(cells: Cells[GatewayContext], problems_of: Callable[[GatewayContext]
 async def warnings(context: GatewayContext, num_batches: int) -> list[str]:
     """Warnings for the operator that keep no interactive request from being served: files, and
     workers of batches."""
-    found, workers = unlike_replicas(context.stage.registry.of("compute")), context.stage.registry.of("jobs")
+    notes, workers = unlike_replicas(context.stage.registry.of("compute")), context.stage.registry.of("jobs")
     if num_batches and not workers:
-        found.append(f"batches wait ({num_batches}), and no worker of batches is alive")
-    if (num_deaths := int(max((each.load.deaths or 0 for each in workers), default=0))) >= TOLD_DEATHS:
-        found.append(f"workers of batches die again and again: {num_deaths} within ten minutes")
+        notes.append(f"batches wait ({num_batches}), and no worker of batches is alive")
+    if (num_deaths := int(max((worker.load.deaths or 0 for worker in workers), default=0))) >= TOLD_DEATHS:
+        notes.append(f"workers of batches die again and again: {num_deaths} within ten minutes")
     with suppress(OSError, TimeoutError):
         async with asyncio.timeout(STORAGE_TIMEOUT_S):
             free = await asyncio.to_thread(context.files.storage.free_bytes)
         if free is not None and free < LEAST_FREE_BYTES:
-            found.append(f"the files folder is full: {free >> 20} MiB are free")
-    return found
+            notes.append(f"the files folder is full: {free >> 20} MiB are free")
+    return notes
 
 
 async def health(request: Request) -> JSONResponse:
@@ -229,7 +229,8 @@ async def health(request: Request) -> JSONResponse:
         if each.stage == "compute"
     ]
     steps = {
-        each.replica_id: {"last_step_s_ago": round(each.idle_s, 3), "steps": each.load.steps or 0} for each in computes
+        compute.replica_id: {"last_step_s_ago": round(compute.idle_s, 3), "steps": compute.load.steps or 0}
+        for compute in computes
     }
     reader = {"last_read_s_ago": round(subscriptions.silent_s, 3), "problem": subscriptions.backoff.problem or None}
     notes = await warnings(context, num_batches)
@@ -245,22 +246,22 @@ async def health(request: Request) -> JSONResponse:
 
 def cell_problems(context: GatewayContext) -> list[str]:
     """The reasons why a cell can't serve, other than this gateway's own."""
-    found, registry = (
+    problems, registry = (
         [context.admission.memory.problem] if context.admission.memory.problem else [],
         context.stage.registry,
     )
     computes = registry.of("compute")
     if not context.registry.of("compute"):
-        found.append("no compute replica is alive")
-    found += [
-        f"{each.replica_id} has not finished a step for {each.idle_s:.0f} s"
-        for each in computes
-        if each.idle_s > context.settings.stuck_after_s
+        problems.append("no compute replica is alive")
+    problems += [
+        f"{compute.replica_id} has not finished a step for {compute.idle_s:.0f} s"
+        for compute in computes
+        if compute.idle_s > context.settings.stuck_after_s
     ]
-    return found + [
-        f"{each.replica_id}: {each.problem}"
-        for each in registry.replicas
-        if each.problem and each.replica_id != context.stage.replica_id
+    return problems + [
+        f"{replica.replica_id}: {replica.problem}"
+        for replica in registry.replicas
+        if replica.problem and replica.replica_id != context.stage.replica_id
     ]
 
 

@@ -13,7 +13,7 @@ import orjson
 
 from services.gateway.api.batches.schemas import BatchBody
 from services.gateway.api.openai.fim import FimBody
-from services.gateway.api.openai.tokenize import ContentBody, DetokenizeBody, TokenizeBody
+from services.gateway.api.openai.token_schemas import ContentBody, DetokenizeBody, TokenizeBody
 from services.gateway.api.pooling.schemas import ClassificationBody, PoolingBody, RerankBody, ScoreBody, TextsBody
 from services.requests.bodies.body import Body
 from services.requests.bodies.parse import parse

@@ -68,8 +68,8 @@ class Cells(Generic[C]):
             return self.home
         if earlier := earlier_of(body):
             return self.of(earlier)
-        models = {each.mark: served_names(each.registry, tenant) for each in self.contexts}
-        knowing = [each for each in self.contexts if name in models[each.mark]]
+        models = {context.mark: served_names(context.registry, tenant) for context in self.contexts}
+        knowing = [context for context in self.contexts if name in models[context.mark]]
         if not knowing and any(models.values()):
             raise unknown_model(name, {known for names in models.values() for known in names})
         there = [(each, models[each.mark][name].model or "") for each in knowing if not each.stage.problem]
@@ -90,12 +90,12 @@ def chosen(places: Sequence[tuple[C, str]], beginning: str) -> C:
     sequence of this gateway's. places: cells, each with the model's own name there."""
     weights = {each.mark: max(1, len(each.stage.registry.of("compute", model))) for each, model in places}
     counts = {each.mark: each.pipeline.subscriptions.num_sequences for each, _ in places}
-    most = SURPLUS * (sum(counts.values()) + 1) / sum(weights.values())
+    share = SURPLUS * (sum(counts.values()) + 1) / sum(weights.values())
     order = sorted(
         (each for each, _ in places),
         key=lambda each: hashlib.blake2b(f"{each.mark}{beginning}".encode(errors="replace")).digest(),
     )
-    return next(each for each in order if counts[each.mark] < math.ceil(most * weights[each.mark]))
+    return next(each for each in order if counts[each.mark] < math.ceil(share * weights[each.mark]))
 
 
 def earlier_of(body: Any) -> str:
@@ -103,9 +103,9 @@ def earlier_of(body: Any) -> str:
     items = getattr(body, "input", None)
     named = (
         [
-            ITEM_ID.fullmatch(str(each.get("id")))
-            for each in items
-            if isinstance(each, dict) and each.get("type") == "item_reference"
+            ITEM_ID.fullmatch(str(item.get("id")))
+            for item in items
+            if isinstance(item, dict) and item.get("type") == "item_reference"
         ]
         if items
         else []

@@ -59,12 +59,12 @@ class GatewayContext(ConversationContext):
     def served_names(self) -> dict[str, Replica]:
         """Every name that the caller may use, in any cell, and a replica of its model: compute's, if
         one is alive or can be waited for."""
-        found: dict[str, Replica] = {}
+        replicas: dict[str, Replica] = {}
         for context in self.cells.contexts:
             for name, replica in served_names(context.registry, self.tenant).items():
-                if name not in found or found[name].stage != "compute":
-                    found[name] = replica
-        return found
+                if name not in replicas or replicas[name].stage != "compute":
+                    replicas[name] = replica
+        return replicas
 
     async def read(self, request: Request, kind: type[B] | Mapping[str, type[B]]) -> "tuple[GatewayContext, B]":
         """The request's body, and the context of the cell that is to answer it. It names a model: the

@@ -2,6 +2,7 @@
 
 from services.jobs.runtime import JobsRuntime
 from services.jobs.worker import work
+from services.requests.store.client import connect
 from shared.process.settings import JobsSettings, load_settings
 from shared.wire.stage import Stage, run_stage, start_logging
 
@@ -11,7 +12,7 @@ def main() -> None:
     start_logging(settings)
     stage = Stage("jobs", settings)
     stage.transport.wait_until_up(settings.redis_timeout_s)
-    runtime = JobsRuntime(settings, stage)
+    runtime = JobsRuntime(settings, stage, connect(settings))
     runtime.start()
     try:
         work(runtime)

@@ -2,6 +2,7 @@
 up to a bound and beyond it laid by in the storage."""
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from services.jobs import output
@@ -35,9 +36,10 @@ class Block:
 class OpenBlocks:
     """The open blocks of a run."""
 
-    def __init__(self, storage: Storage, batch_id: str) -> None:
+    def __init__(self, storage: Storage, batch_id: str, unique_id: Callable[[], str]) -> None:
         self.storage = storage
         self.batch_id = batch_id
+        self.unique_id = unique_id
         self.room = asyncio.Semaphore(MAX_OPEN)
         self._blocks: dict[int, Block] = {}
         self._num_bytes: dict[int, int] = {}  # by block, in memory
@@ -75,7 +77,8 @@ class OpenBlocks:
             for block in list(self._blocks.values()):
                 if not (held := block.held) or len(block.found) == len(block.answers):
                     continue
-                spooled = await asyncio.to_thread(output.spool, self.storage, self.batch_id, list(held.values()))
+                path = f"{output.spool_folder(self.batch_id)}/{self.unique_id()}"
+                spooled = await asyncio.to_thread(output.spool, self.storage, path, list(held.values()))
                 for place, answer in zip(held, spooled, strict=True):
                     block.answers[place] = answer
                 if block.number in self._num_bytes:

@@ -6,7 +6,6 @@ batch is after any worker's death. Synchronous: it runs outside the event loop.
 """
 
 import itertools
-import uuid
 from dataclasses import astuple, dataclass, replace
 from typing import Any
 
@@ -66,10 +65,9 @@ def spool_folder(batch_id: str) -> str:
     return f"{folder_of(batch_id)}/laid-by"
 
 
-def spool(storage: Storage, batch_id: str, answers: list[AnsweredLine]) -> list[AnsweredLine]:
+def spool(storage: Storage, path: str, answers: list[AnsweredLine]) -> list[AnsweredLine]:
     """Write what a block has so far into a file that is for this run only. Returns the same
     answers, without their lines."""
-    path = f"{spool_folder(batch_id)}/{uuid.uuid4().hex}"
     storage.write(path, b"".join(answer.line for answer in answers))
     ends = itertools.accumulate(len(answer.line) for answer in answers)
     return [

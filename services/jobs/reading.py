@@ -2,7 +2,6 @@
 what becomes of them afterwards."""
 
 import asyncio
-import time
 from typing import Any
 
 import redis.asyncio
@@ -14,6 +13,7 @@ from services.requests.store.client import persist
 from services.requests.store.record import ResponseRecord, read_response
 from services.requests.text.answers.schema_errors import schema_errors
 from services.requests.workers.grammars.answers import AnswerChecker
+from shared.process.clock import SYSTEM_CLOCK, Clock
 from shared.process.errors import Lost
 from shared.wire.messages import Control, TokenEvent
 from shared.wire.registry import broadcast
@@ -21,18 +21,22 @@ from shared.wire.streams import LOG_TTL_S, inflight_key, log_key, response_key, 
 from shared.wire.token_log import end_request, parse_log, queue_read
 
 LOOK_AGAIN_S = 1.0
-SILENT_S = 60.0  # of a log that has no end, though nothing is in the pipeline
+SILENT_S = 30.0  # of a log that has no end, though nothing is in the pipeline; a run counts anew, and takes 60 s
 
 
 async def read_answer(
-    client: "redis.asyncio.Redis", asked: Asked, turn: asyncio.Semaphore, answers: AnswerChecker
+    client: "redis.asyncio.Redis",
+    asked: Asked,
+    turn: asyncio.Semaphore,
+    answers: AnswerChecker,
+    clock: Clock = SYSTEM_CLOCK,
 ) -> tuple[Any, Any]:
     """The answer's body, and what it counts, once all logs of the response have their ends. Raises
     RequestFailed; Lost where Redis has lost a log, or a part of one.
 
     answers: what holds them against what of their schemas could not be enforced.
     """
-    length, since = 0, time.monotonic()
+    length, since = 0, clock.monotonic()
     while True:
         async with turn:
             record, logs = await read_logs(client, asked)
@@ -44,8 +48,8 @@ async def read_answer(
             found = sum(map(len, logs))
             del logs
         if found > length:
-            length, since = found, time.monotonic()
-        elif time.monotonic() - since > SILENT_S:
+            length, since = found, clock.monotonic()
+        elif clock.monotonic() - since > SILENT_S:
             await persist(lambda: _end(client, asked, is_lost=True))
         await asyncio.sleep(LOOK_AGAIN_S)
 

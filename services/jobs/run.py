@@ -7,8 +7,6 @@ submits nothing twice, and reads what has been answered meanwhile.
 
 import asyncio
 import hashlib
-import time
-import uuid
 from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
@@ -63,17 +61,17 @@ class BatchRun:
     def __init__(self, runtime: JobsRuntime, batch_id: str) -> None:
         self.runtime = runtime
         self.batch_id = batch_id
-        self.lease = Lease(runtime.client, batch_id, f"{runtime.stage.replica_id}/{uuid.uuid4().hex}")
-        self.began_at = time.monotonic()
+        self.lease = Lease(runtime.client, batch_id, f"{runtime.stage.replica_id}/{runtime.unique_id()}")
+        self.clock = runtime.clock
+        self.began_at = self.clock.monotonic()
         self.ends_at = self.began_at + SLICE_S
         self.closing = ""  # why no more lines are executed: of CLOSED
         self.is_answering = False  # else it looks at files, and is best left to finish
         self.done = Totals()  # of the parts
         self.found = 0  # lines that were answered when this run began
-        self.num_reported = (
-            0  # answered lines in the batch's record, including those that this run has yet to read again
-        )
-        self.blocks = OpenBlocks(runtime.storage, batch_id)
+        # answered lines in the batch's record, including those that this run has yet to read again
+        self.num_reported = 0
+        self.blocks = OpenBlocks(runtime.storage, batch_id, runtime.unique_id)
         self.in_flight: dict[str, Asked] = {}  # by response
         self.spans: BatchSpans | None = None
 
@@ -82,7 +80,7 @@ class BatchRun:
         if not await persist(self.lease.take):
             return False
         self.runtime.num_running += 1
-        started_at, is_over = time.time(), False
+        started_at, is_over = self.clock.wall(), False
         working, watching = asyncio.create_task(self._work()), asyncio.create_task(self._watch())
         try:
             await asyncio.wait({working, watching}, return_when=asyncio.FIRST_COMPLETED)
@@ -111,7 +109,7 @@ class BatchRun:
             self.spans.run(started_at, totals.completed, totals.num_lines - totals.completed, is_over=is_over)
         if self.is_answering:
             answered = max(0, totals.num_lines - self.found)
-            rate = round(answered / max(time.monotonic() - self.began_at, 1e-3), 2)
+            rate = round(answered / max(self.clock.monotonic() - self.began_at, 1e-3), 2)
             log.info(
                 "batch goes on",
                 batch_id=self.batch_id,
@@ -140,7 +138,7 @@ class BatchRun:
             if (batch := await self._load()) is None:
                 raise LeaseLost("the batch is gone from Redis")
             self._note(batch)
-            if self.runtime.stopping.is_set() or (self.is_answering and time.monotonic() > self.ends_at):
+            if self.runtime.stopping.is_set() or (self.is_answering and self.clock.monotonic() > self.ends_at):
                 return True
             if self.closing:
                 await end_all(self.runtime.client, list(self.in_flight.values()))
@@ -175,7 +173,7 @@ class BatchRun:
             await pipe.execute()
 
     def _note(self, batch: Batch) -> None:
-        self.closing = batch.closes(time.time()) or self.closing
+        self.closing = batch.closes(self.clock.wall()) or self.closing
 
     async def _work(self) -> bool:
         """Returns whether there is more to do."""
@@ -183,9 +181,8 @@ class BatchRun:
         if batch is None:
             return False  # a Redis that is being restored may need the batch's folder
         if not batch.is_running:
-            await asyncio.to_thread(
-                self.runtime.storage.remove, inputs.folder_of(self.batch_id)
-            )  # of one that ended while its worker died
+            # of one that ended while its worker died
+            await asyncio.to_thread(self.runtime.storage.remove, inputs.folder_of(self.batch_id))
             return False
         if batch.num_begun >= MAX_BEGUN:
             await self._fail(
@@ -196,9 +193,9 @@ class BatchRun:
         await self._begun(batch.num_begun + 1)
         self._note(batch)
         self.found = self.num_reported
-        self.spans = spans_of(self.runtime.stage.tracer, batch)
+        self.spans = spans_of(self.runtime.stage.tracer, batch, self.clock)
         if not batch.total:  # also of one that was cancelled before it began: its lines are answered, too
-            started_at = time.time()
+            started_at = self.clock.wall()
             batch = await self._check(batch)
             self._note(batch)
             await self._begun(1)
@@ -214,15 +211,14 @@ class BatchRun:
                 return False
             index = [0]  # it never began
         parts = await asyncio.to_thread(output.find_parts, self.runtime.storage, self.batch_id)
-        await asyncio.to_thread(
-            self.runtime.storage.remove, output.spool_folder(self.batch_id)
-        )  # by a run that was cut off
+        # by a run that was cut off
+        await asyncio.to_thread(self.runtime.storage.remove, output.spool_folder(self.batch_id))
         self.done = sum((output.totals_of(name) for name in parts.values()), Totals())
         missing = [number for number in range(len(index) - 1) if number not in parts]
         self.is_answering = bool(missing)
         await self._answer_all(batch, index, missing)
         self.is_answering = False
-        started_at = time.time()
+        started_at = self.clock.wall()
         has_more = await self._finish(batch, len(index) - 1)
         if self.spans is not None:
             self.spans.part("write output", started_at)
@@ -284,9 +280,8 @@ class BatchRun:
                         continue
                     await self._enter(batch, begun)
                     task = group.create_task(self._answer(batch, block, place, line, begun))
-                    task.add_done_callback(
-                        partial(self._leave, len(begun.requests))
-                    )  # also of one that is cancelled before it begins
+                    # also of one that is cancelled before it begins
+                    task.add_done_callback(partial(self._leave, len(begun.requests)))
 
     async def _enter(self, batch: Batch, asked: Asked) -> None:
         """Take the slots and submit: one line at a time, and again while the server is full, or the
@@ -294,7 +289,7 @@ class BatchRun:
         started_at, is_admitted = 0.0, False
         while not is_admitted:
             await self.runtime.slots.acquire(len(asked.requests))
-            started_at = started_at or time.time()
+            started_at = started_at or self.clock.wall()
             try:
                 is_admitted = await self._submit(batch, asked, started_at)
             finally:
@@ -354,7 +349,7 @@ class BatchRun:
             begun = await self._begin(batch, line, attempt)
             if isinstance(begun, AnsweredLine):
                 return await self._settle(block, place, begun)
-            asked, started_at = begun, time.time()
+            asked, started_at = begun, self.clock.wall()
             while not await self._submit(batch, asked, started_at):
                 await asyncio.sleep(AGAIN_S)
         await self._settle(block, place, answer or self._refused(line, LOST))
@@ -364,7 +359,9 @@ class BatchRun:
         key = key_of(self.batch_id, line.custom_id)
         try:
             await self.runtime.slots.ended(asked.record.served_model, [each.request_id for each in asked.requests])
-            body, totals = await read_answer(self.runtime.client, asked, self.runtime.reading, self.runtime.answers)
+            body, totals = await read_answer(
+                self.runtime.client, asked, self.runtime.reading, self.runtime.answers, self.clock
+            )
         except Lost as error:
             log.warning(
                 "a request of a batch was lost",
@@ -427,13 +424,12 @@ class BatchRun:
         parts = await asyncio.to_thread(output.find_parts, storage, self.batch_id)
         if len(parts) < num_blocks:
             return True
-        self.done = sum(
-            (output.totals_of(name) for name in parts.values()), Totals()
-        )  # what is counted is what is written
+        # what is counted is what is written
+        self.done = sum((output.totals_of(name) for name in parts.values()), Totals())
         made: dict[str, str] = {}
         for kind, mark in (("output", output.COMPLETED), ("error", output.FAILED)):
             file_id = f"file-{hashlib.blake2b(f'{self.batch_id}/{kind}'.encode(), digest_size=12).hexdigest()}"
-            now, name = int(time.time()), f"{self.batch_id}_{kind}.jsonl"
+            now, name = int(self.clock.wall()), f"{self.batch_id}_{kind}.jsonl"
             file = FileRecord(file_id, record.owner, name, "batch_output", 0, now, now + record.output_ttl_s)
             num_bytes = await asyncio.to_thread(
                 output.assemble, storage, self.batch_id, [parts[number] for number in sorted(parts)], file.path, mark

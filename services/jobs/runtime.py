@@ -7,14 +7,13 @@ Celery's tasks are calls from its threads into this loop: they wait there, the w
 import asyncio
 import os
 import threading
-import time
-import uuid
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any, TypeVar
 
 import redis
+import redis.asyncio
 
 from services.jobs.broker import careful
 from services.jobs.slots import SequenceSlots
@@ -32,8 +31,10 @@ from services.requests.workers.grammars.answers import AnswerChecker
 from services.requests.workers.grammars.checker import GrammarChecker
 from services.requests.workers.images.fetch import ImageFetcher
 from services.requests.workers.images.reader import ImageReader
+from shared.process.clock import SYSTEM_CLOCK, Clock
 from shared.process.settings import JobsSettings
 from shared.process.telemetry import get_logger
+from shared.wire.ids import unique_id
 from shared.wire.job_queue import make_queue, send_batch
 from shared.wire.line import DENIED, reason_of, without_command
 from shared.wire.load import Load
@@ -56,17 +57,19 @@ class Deaths:
     """Counts workers that began lately and neither live nor have left in good order: so a worker that
     dies again and again is seen from outside."""
 
-    def __init__(self, transport: Transport, replica_id: str) -> None:
+    def __init__(self, transport: Transport, replica_id: str, clock: Clock, worker_id: str) -> None:
+        """worker_id: of this process; a replica that is started again has another."""
         self.transport = transport
         self.replica_id = replica_id
-        self._member = f"{replica_id}/{uuid.uuid4().hex}"
+        self.clock = clock
+        self._member = f"{replica_id}/{worker_id}"
         self._num_dead = 0
-        self._began_at = time.monotonic()
+        self._began_at = clock.monotonic()
 
     @property
     def num_recent(self) -> int:
         """The number of deaths in the time before this worker began."""
-        return self._num_dead if time.monotonic() - self._began_at < DEATHS_WINDOW_S else 0
+        return self._num_dead if self.clock.monotonic() - self._began_at < DEATHS_WINDOW_S else 0
 
     def enter(self) -> None:
         """Note that this worker begins."""
@@ -80,7 +83,7 @@ class Deaths:
 
     def _enter(self) -> int:
         """Returns how many have died."""
-        live, now = look(self.transport.client).ids("jobs") - {self.replica_id}, time.time()
+        live, now = look(self.transport.client).ids("jobs") - {self.replica_id}, self.clock.wall()
         with self.transport.client.pipeline(transaction=False) as pipe:
             pipe.zadd(WORKERS_KEY, {self._member: now})
             pipe.zremrangebyscore(WORKERS_KEY, "-inf", now - DEATHS_WINDOW_S)
@@ -96,10 +99,20 @@ class Deaths:
 class JobsRuntime:
     """Made and used in its own loop, apart from `call` and `stop`."""
 
-    def __init__(self, settings: JobsSettings, stage: Stage) -> None:
+    def __init__(
+        self,
+        settings: JobsSettings,
+        stage: Stage,
+        client: "redis.asyncio.Redis",
+        clock: Clock = SYSTEM_CLOCK,
+        unique_id: Callable[[], str] = unique_id,
+    ) -> None:
+        """client: closed with the runtime."""
         self.settings = settings
         self.stage = stage
-        self.client = connect(settings)
+        self.client = client
+        self.clock = clock
+        self.unique_id = unique_id
         self.storage = Storage(settings.files_url)
         self.files = FileStore(self.client, self.storage)
         self.batches = BatchStore(self.client)
@@ -124,10 +137,10 @@ class JobsRuntime:
             store=Store(self.client, self.client, 1.0),
         )
         self.slots = SequenceSlots(
-            self.client, settings.batch_requests, settings.busy_batch_requests, self._num_of_other_workers
+            self.client, settings.batch_requests, settings.busy_batch_requests, self._num_of_other_workers, clock
         )
         self.queue = make_queue(settings.redis_url, careful(stage.transport))
-        self.deaths = Deaths(stage.transport, stage.replica_id)
+        self.deaths = Deaths(stage.transport, stage.replica_id, clock, unique_id())
         self.stopping = asyncio.Event()
         self.checking = asyncio.Lock()  # of inputs: one at a time, each takes memory
         self.reading = asyncio.Semaphore(MAX_READING)

@@ -7,13 +7,13 @@ have ended, and how many requests there are that are no batch's, for which the b
 """
 
 import asyncio
-import time
 from collections.abc import Callable
 from typing import Any
 
 import redis.asyncio
 
 from services.requests.store.client import persist
+from shared.process.clock import SYSTEM_CLOCK, Clock
 from shared.wire.streams import inflight_key
 
 LOOK_EVERY_S = 0.02
@@ -24,7 +24,12 @@ class SequenceSlots:
     """Counts the sequences of this worker's batches, and watches for the ends of their requests."""
 
     def __init__(
-        self, client: "redis.asyncio.Redis", most: int, most_when_busy: int, of_other_workers: Callable[[], int]
+        self,
+        client: "redis.asyncio.Redis",
+        most: int,
+        most_when_busy: int,
+        of_other_workers: Callable[[], int],
+        clock: Clock = SYSTEM_CLOCK,
     ) -> None:
         """most, most_when_busy: sequences, alone and while other clients' requests run.
 
@@ -34,6 +39,7 @@ class SequenceSlots:
         self.most = most
         self.most_when_busy = min(most, most_when_busy)
         self.of_other_workers = of_other_workers
+        self.clock = clock
         self.num_taken = 0
         self._is_paused = False
         self._busy_until = 0.0
@@ -46,7 +52,7 @@ class SequenceSlots:
     def limit(self) -> int:
         if self._is_paused:
             return 0
-        return self.most_when_busy if time.monotonic() < self._busy_until else self.most
+        return self.most_when_busy if self.clock.monotonic() < self._busy_until else self.most
 
     async def acquire(self, count: int) -> None:
         """Wait for so many slots, in turn. A request for more than the limit gets them when all are free."""
@@ -106,4 +112,4 @@ class SequenceSlots:
                 waiting[name].set_result(None)
         # some may have begun or ended since Redis counted
         if num_in_flight - 1 > max(num_taken, self.num_taken) + self.of_other_workers():
-            self._busy_until = time.monotonic() + BUSY_S
+            self._busy_until = self.clock.monotonic() + BUSY_S

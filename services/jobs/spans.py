@@ -3,7 +3,6 @@ with what it checked and wrote under it. A line is a trace of its own, linked to
 those of the answer, so a worker that goes on after a death goes on in the same trace.
 """
 
-import time
 from dataclasses import replace
 
 from msgspec import structs
@@ -11,24 +10,26 @@ from msgspec import structs
 from services.jobs.asking import Asked
 from services.jobs.output import AnsweredLine
 from services.requests.store.batches.store import Batch
+from shared.process.clock import Clock
 from shared.process.tracing import Attributes, Tracer
 
 
-def spans_of(tracer: Tracer | None, batch: Batch) -> "BatchSpans | None":
+def spans_of(tracer: Tracer | None, batch: Batch, clock: Clock) -> "BatchSpans | None":
     """Spans of a batch; None if tracing is off."""
-    return BatchSpans(tracer, batch) if tracer is not None and batch.traceparent else None
+    return BatchSpans(tracer, batch, clock) if tracer is not None and batch.traceparent else None
 
 
 class BatchSpans:
-    def __init__(self, tracer: Tracer, batch: Batch) -> None:
+    def __init__(self, tracer: Tracer, batch: Batch, clock: Clock) -> None:
         self.tracer = tracer
+        self.clock = clock
         self.batch_id = batch.record.batch_id
         self.traceparent = batch.traceparent
         self._parts: list[tuple[str, float, float]] = []  # of this run, with their times
 
     def part(self, name: str, started_at: float) -> None:
         """A part of this run is over."""
-        self._parts.append((name, started_at, time.time()))
+        self._parts.append((name, started_at, self.clock.wall()))
 
     def run(self, started_at: float, num_completed: int, num_failed: int, *, is_over: bool) -> None:
         """Record that this run is over; the batch has so many lines that are answered. is_over: so
@@ -39,7 +40,7 @@ class BatchSpans:
             "penstock.num_failed": num_failed,
             "penstock.is_over": is_over,
         }
-        own = self.tracer.record("batch run", self.traceparent, started_at, time.time(), attributes)
+        own = self.tracer.record("batch run", self.traceparent, started_at, self.clock.wall(), attributes)
         for name, began_at, ended_at in self._parts:
             self.tracer.record(name, own, began_at, ended_at, {})
 
@@ -48,7 +49,7 @@ class BatchSpans:
         traceparent = self.tracer.trace_of(key)
         requests = [structs.replace(each, traceparent=traceparent) for each in asked.requests]
         return replace(
-            asked, record=replace(asked.record, traceparent=traceparent), requests=requests, asked_at=time.time()
+            asked, record=replace(asked.record, traceparent=traceparent), requests=requests, asked_at=self.clock.wall()
         )
 
     def admitted(self, asked: Asked, started_at: float) -> None:
@@ -58,7 +59,7 @@ class BatchSpans:
                 "admission",
                 asked.record.traceparent,
                 started_at,
-                time.time(),
+                self.clock.wall(),
                 {"penstock.num_sequences": len(asked.requests)},
             )
 
@@ -76,5 +77,5 @@ class BatchSpans:
             "penstock.num_output_tokens": answer.totals.output_tokens if answer is not None else 0,
         }
         self.tracer.record_root(
-            "batch line", asked.record.traceparent, asked.asked_at, time.time(), attributes, link=self.traceparent
+            "batch line", asked.record.traceparent, asked.asked_at, self.clock.wall(), attributes, link=self.traceparent
         )

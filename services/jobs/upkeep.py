@@ -6,7 +6,6 @@ The stages themselves expire logs and records, and remove dead replicas' names, 
 """
 
 import asyncio
-import time
 from contextlib import suppress
 from typing import Any
 
@@ -104,7 +103,7 @@ async def sweep(runtime: JobsRuntime) -> None:
         # so long: not renewed since Redis' clock went back, when its holder's lease became as long
         if holder not in alive or left_ms > 1000 * LEASE_S:
             await RENEW_LEASE.run(runtime.client, [batch_lease_key(name)], lease or b"", 0)
-            if batch.closes(time.time()):
+            if batch.closes(runtime.clock.wall()):
                 end_soon(runtime, name)
             else:
                 await runtime.send(name)
@@ -227,7 +226,7 @@ async def remove_files(runtime: JobsRuntime) -> int:
     """Remove the bytes of files that have expired, as their names say, or were not written to their ends.
     Returns their number."""
     names = await asyncio.to_thread(runtime.storage.names, CONTENTS)
-    old = [name for name in names if (ends := name.rpartition(".")[2]).isdecimal() and int(ends) < time.time()]
+    old = [name for name in names if (ends := name.rpartition(".")[2]).isdecimal() and int(ends) < runtime.clock.wall()]
     old += await asyncio.to_thread(runtime.storage.abandoned, CONTENTS, UNFINISHED_S)
     for name in old:
         await asyncio.to_thread(runtime.storage.remove, f"{CONTENTS}/{name}")

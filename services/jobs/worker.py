@@ -4,7 +4,6 @@ import logging
 import os
 import signal
 import threading
-import time
 import warnings
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
@@ -24,6 +23,7 @@ from kombu.exceptions import OperationalError
 from services.jobs.run import BatchRun
 from services.jobs.runtime import JobsRuntime
 from services.jobs.upkeep import MEMORY_EVERY_S, SWEEP_EVERY_S, TIDY_EVERY_S, check_memory, sweep, tidy
+from shared.process.clock import Clock
 from shared.process.telemetry import get_logger
 from shared.wire.ids import is_batch_id
 from shared.wire.job_queue import RUN_BATCH
@@ -57,15 +57,15 @@ def add_tasks(queue: Celery, runtime: JobsRuntime) -> None:
 
     queue.task(name=RUN_BATCH)(run_batch)
     queue.conf.beat_schedule = {
-        name: {"task": name, "schedule": schedule(every_s, nowfun=uptime, app=queue)}
+        name: {"task": name, "schedule": schedule(every_s, nowfun=partial(uptime, runtime.clock), app=queue)}
         for name, (_, every_s) in UPKEEP.items()
     }
 
 
-def uptime() -> datetime:
+def uptime(clock: Clock) -> datetime:
     """Beat's time of day: by that of the wall, the upkeep would rest for an hour when the clock
     goes back an hour."""
-    return datetime.fromtimestamp(time.monotonic(), UTC)
+    return datetime.fromtimestamp(clock.monotonic(), UTC)
 
 
 async def run_slice(runtime: JobsRuntime, batch_id: str) -> None:

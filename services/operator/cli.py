@@ -90,7 +90,8 @@ class StageHelp(argparse.Action):
         namespace.stage_help = ["--help"]
 
 
-OURS = ("services", "shared")  # packages that are always there
+OURS = ("services", "shared")  # packages that are always there, but for these, which images leave out (.dockerignore)
+NOT_IN_IMAGES = ("services.simulator", "services.modeltools")
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -169,9 +170,8 @@ def build_parser() -> argparse.ArgumentParser:
         "--seed", type=whole_number, default=0, metavar="N", help="seed of the random numbers (default: %(default)s)"
     )
     add_force(make)
-    for (
-        command
-    ) in commands.choices.values():  # up, serve and simulate hand what they don't know to parsers of their own
+    # up, serve and simulate hand what they don't know to parsers of their own
+    for command in commands.choices.values():
         command.set_defaults(parser=command if command.add_help else None)
     serve.set_defaults(parser=None)
     return parser
@@ -379,7 +379,7 @@ def main(argv: list[str] | None = None) -> int:
         print(f"penstock: {error}", file=sys.stderr)
         return 2
     except ModuleNotFoundError as error:
-        if error.name is None or error.name.split(".")[0] in OURS:
+        if error.name is None or (error.name.split(".")[0] in OURS and error.name not in NOT_IN_IMAGES):
             raise  # a mistake of ours
         print(
             f"penstock: the package {error.name!r} is not installed: pip install 'penstock[all]' has all that this "

@@ -49,9 +49,8 @@ REDIS = "redis"
 MAX_REDIS_FAILURES = 3
 MAX_KILLS = 3  # of one process, in a row, before everything has been ready: then no person ended it
 STARTUP_ERROR = 2  # a stage's exit code for "can't run as configured": trying again will not help
-COMPUTE_NICENESS = (
-    5  # below Redis and the CPU stages: what wakes up for a millisecond must not wait for a GEMM's time slice
-)
+# below Redis and the CPU stages: what wakes up for a millisecond must not wait for a GEMM's time slice
+COMPUTE_NICENESS = 5
 JOBS_NICENESS = 5  # batches have time
 
 
@@ -74,9 +73,8 @@ class Launcher:
     settings: UpSettings
     servers: list[Child] = field(default_factory=list)  # the embedded one and its watchman
     stages: list[Child] = field(default_factory=list)
-    jobs: list[Child] = field(
-        default_factory=list
-    )  # started when the others are ready, so that no request waits for them
+    # started when the others are ready, so that no request waits for them
+    jobs: list[Child] = field(default_factory=list)
     models: list[ModelFiles] = field(default_factory=list)
     is_announced: bool = False  # everything has been ready once, so its settings are good
     is_stopping: bool = False
@@ -109,9 +107,8 @@ class Launcher:
         check_keys(settings)
         check_device(settings)
         self._open(settings.model)
-        self.lifeline = Lifeline(
-            settings.data_dir
-        )  # before the ports: those of an earlier launcher's gateways are free then
+        # before the ports: those of an earlier launcher's gateways are free then
+        self.lifeline = Lifeline(settings.data_dir)
         check_ports(settings)
         if not settings.model:
             self._open([default_model()])
@@ -207,9 +204,8 @@ class Launcher:
         now = time.monotonic()
         for child in self.servers + self.stages:
             if child.process is not None and (code := child.process.poll()) is not None:
-                if (
-                    code == STARTUP_ERROR and not self.is_announced
-                ):  # it has logged why; later it is Redis, or a file, that will be there again
+                # it has logged why; later it is Redis, or a file, that will be there again
+                if code == STARTUP_ERROR and not self.is_announced:
                     self.exit_code, self.is_stopping = code, True
                     return
                 if now - child.started_at > STABLE_AFTER_S:

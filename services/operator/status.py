@@ -188,9 +188,8 @@ def answering(redis_url: str) -> Iterator[None]:
     except (redis.RedisError, OSError) as error:
         where = re.sub("//.*@", "//", redis_url)  # without a password
         word = f"Redis does not answer at {where}: is Penstock up?" if is_temporary(error) else "Redis refuses:"
-        raise StartupError(
-            f"{word} ({words_of(error).partition(' : <')[0]})"
-        ) from None  # Sentinels' errors show objects
+        # Sentinels' errors show objects
+        raise StartupError(f"{word} ({words_of(error).partition(' : <')[0]})") from None
 
 
 def show(console: Console, status: Status, as_json: bool) -> None:

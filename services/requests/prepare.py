@@ -18,10 +18,11 @@ from services.requests.dialects.openai.schemas import no_template
 from services.requests.store.admission.admission import served_names
 from services.requests.store.modules.store import ModuleStore
 from services.requests.store.record import ResponseRecord, choice_params, make_record, new_id
-from services.requests.text.parsing.answer import HARMONY, REASONING, TOOL_CALLS, Parsing
-from services.requests.text.parsing.harmony import ANSWER
 from services.requests.text.schemas.prepare import Enforceable
 from shared.model.constraint import Constraint
+from shared.model.parsing.answer import Parsing
+from shared.model.parsing.forms import HARMONY, reads_calls, thought_marks
+from shared.model.parsing.harmony import ANSWER
 from shared.model.sampling_params import SamplingParams
 from shared.process.errors import Invalid
 from shared.wire.messages import ChatMessage, ChatOptions, GenerateRequest, PromptModule, SchedulingParams
@@ -88,9 +89,8 @@ async def prepare(
                 request_id=request_id,
                 gateway_id=gateway_id,
                 model=model,
-                params=choice_params(
-                    params, intent.seed, choice
-                ),  # with a seed, it does not depend on the other prompts
+                # with a seed, they do not depend on the other prompts
+                params=choice_params(params, intent.seed, choice),
                 messages=messages,
                 created_at=now,
                 scheduling=structs.replace(draft.scheduling, deadline_at=deadline_at, group_id=group_id),
@@ -205,8 +205,7 @@ async def messages_for(
 def after_thought(constraint: Constraint, reasoning: str, *, may_think: bool) -> Constraint:
     """Let the model think before the constrained answer. In Harmony's form a header stands before an
     answer in any case."""
-    if may_think:
-        marks = REASONING[reasoning]
+    if may_think and (marks := thought_marks(reasoning)) is not None:
         return structs.replace(constraint, thought_begin=marks.starts[0], thought_end=marks.ends[0])
     return structs.replace(constraint, thought_begin=ANSWER, thought_end=ANSWER) if reasoning == HARMONY else constraint
 
@@ -216,7 +215,7 @@ def parsers_of(context: RequestContext, model: str) -> tuple[str, str]:
     replica = newest(context, "tokenizer", model)
     parsers = replica.parsers if replica is not None else {}
     tool_calls, reasoning = parsers.get("tool_calls", ""), parsers.get("reasoning", "")
-    return tool_calls if tool_calls in TOOL_CALLS else "", reasoning if reasoning in REASONING else ""
+    return tool_calls if reads_calls(tool_calls) else "", reasoning if thought_marks(reasoning) is not None else ""
 
 
 def with_model_defaults(context: RequestContext, intent: Intent, model: str) -> SamplingParams:

@@ -19,8 +19,7 @@ from shared.model.token_table import TokenTable
 from shared.process.clock import Clock
 from shared.process.telemetry import get_logger
 from shared.wire.logprobs import TokenLogprob, TopLogprob
-from shared.wire.messages import StepCandidates, TokenEvent
-from shared.wire.token_log import log_entry
+from shared.wire.messages import StepCandidates, TokenEvent, encode
 
 log = get_logger("penstock.sampler")
 
@@ -69,10 +68,10 @@ class StepDecider:
                     continue
                 result = self._append(step, row, state, token_ids[row], logits[row])
             decided.append(result)
-            if result.is_over or result.outcome is None:
+            if result.is_over or result.event is None:
                 over.add(handle)
             else:
-                token_before[handle] = result.outcome.token_id
+                token_before[handle] = result.event.token_id
         return decided
 
     def _append(self, step: StepCandidates, row: int, state: RequestState, token_id: int, logit: float) -> Decided:
@@ -88,14 +87,15 @@ class StepDecider:
             )
             if state.intro.params.max_tokens == 0:
                 return Decided(handle, position, state, end=state.end_after_prompt(prompt))
-            entry = log_entry(state.append(token_id, self._logprob(step, row, state, token_id, logit), prompt))
+            event = state.append(token_id, self._logprob(step, row, state, token_id, logit), prompt)
+            payload = encode(event)
         except Exception as error:  # a tokenizer's own failure on these tokens
             log.exception("request failed", request_id=state.intro.request_id)
             return Decided(handle, position, state, end=state.failure(f"{NO_TEXT}: {error}"))
         if position == 1 and (prompt is not None or state.intro.prompt_token_ids is not None):
             # from now on the log holds them
             state.intro = replace(state.intro, prompt_logprobs=None, prompt_token_ids=None)
-        return Decided(handle, position, state, entry=entry)
+        return Decided(handle, position, state, event, payload)
 
     def _logprob(
         self, step: StepCandidates, row: int, state: RequestState, token_id: int, logit: float

@@ -8,7 +8,6 @@ from msgspec.structs import replace
 
 from services.sampler.request_state import RequestState
 from shared.wire.messages import Moments, StepCandidates, TokenEvent
-from shared.wire.token_log import LogEntry
 
 # token ids of decisions without one: the sequence is over; the sequence must be introduced; its log
 # lacks what was decided before, and it has to begin again where the log ends
@@ -30,14 +29,14 @@ BY_ROW = (
 
 @dataclass(slots=True)  # not frozen, for speed: there is one a token
 class Decided:
-    """The outcome of one row: a new entry for the log, or an event that the log holds already. With
-    neither there is no token, and `code` says why."""
+    """The outcome of one row: a new event, or one that the log holds already. Without one there is no
+    token, and `code` says why."""
 
     handle: int
     position: int
     state: RequestState | None
-    entry: LogEntry | None = None
     event: TokenEvent | None = None
+    payload: bytes = b""  # a new event, encoded once for the log and the gateway; else empty
     code: int = FAILED
     end: TokenEvent | None = None  # without a token, with which the request ends now
 
@@ -48,18 +47,14 @@ class Decided:
     @property
     def is_over(self) -> bool:
         """Whether nothing follows it in its sequence."""
-        return self.state is None or self.outcome is None or self.outcome.finish_reason is not None
+        return self.state is None or self.event is None or self.event.finish_reason is not None
 
     def is_notable(self, gateway_id: str) -> bool:
         """Whether it is the first or the last token of a request that this gateway reads, and
         new."""
-        if self.entry is None or self.state is None or self.state.gateway_id != gateway_id:
+        if not self.payload or self.state is None or self.state.gateway_id != gateway_id:
             return False
-        return self.position == 1 or self.entry.event.finish_reason is not None
-
-    @property
-    def outcome(self) -> TokenEvent | None:
-        return self.entry.event if self.entry is not None else self.event
+        return self.position == 1 or self.is_over
 
 
 def moments_of(rows: list[Decided], compute_id: str, sampler_id: str, decided_at: float) -> tuple[Moments, ...]:
@@ -67,7 +62,7 @@ def moments_of(rows: list[Decided], compute_id: str, sampler_id: str, decided_at
     ends = [
         (row.state.intro, event.position)
         for row in rows
-        if row.state is not None and (event := row.outcome or row.end) is not None
+        if row.state is not None and (event := row.event or row.end) is not None
     ]
     return tuple(
         Moments(
@@ -100,11 +95,11 @@ def to_decide_again(
     Not those of sequences that have ended, or whose logs hold other tokens than were refused: these
     rows were computed on the refused ones.
     """
-    asked = {row.key: row.outcome.token_id for row in decided if row.key in refused and row.outcome is not None}
+    asked = {row.key: row.event.token_id for row in decided if row.key in refused and row.event is not None}
     over = {
         row.handle
         for row in settled
-        if row.is_over or row.outcome is None or row.outcome.token_id != asked.get(row.key, row.outcome.token_id)
+        if row.is_over or row.event is None or row.event.token_id != asked.get(row.key, row.event.token_id)
     }
     cut = {row.handle for row in decided if row.key in refused} - over
     done = {row.key for row in settled}

@@ -136,7 +136,7 @@ class SamplerService:
                 self.num_tokens += len(decided)
                 for row in decided:
                     if row.is_over:
-                        self.forget((step.compute_id, row.handle), "failed" if row.outcome is None else "finished")
+                        self.forget((step.compute_id, row.handle), "failed" if row.event is None else "finished")
         except (RedisError, OSError, Recoverable):
             raise
         except Exception as error:
@@ -257,14 +257,14 @@ class SamplerService:
 
     def settle(self, row: Decided, held: Held) -> Decided:
         """The log refused this entry, and holds another instead, or has lost what came before."""
-        assert row.entry is not None and row.state is not None
-        event, request_id = row.entry.event, row.entry.event.request_id
+        assert row.event is not None and row.state is not None
+        event, request_id = row.event, row.event.request_id
         try:
             logged = decode_entry(*held) if held else None
         except Lost as error:
-            return replace(row, entry=None, end=row.state.failure(str(error)))
+            return replace(row, event=None, payload=b"", end=row.state.failure(str(error)))
         if logged is None:  # compute begins again where the log ends, and comes to the same tokens
-            return replace(row, entry=None, state=None, code=LOST)
+            return replace(row, event=None, payload=b"", state=None, code=LOST)
         if (logged.position, logged.token_id, logged.text, logged.finish_reason) == (
             event.position,
             event.token_id,
@@ -273,14 +273,14 @@ class SamplerService:
         ):
             # by a try that seemed to fail, or by a replica that decided the same
             if logged.fingerprint != event.fingerprint:  # on candidates of another compute
-                return replace(row, entry=None, event=logged, state=self.renew(row.state))
+                return replace(row, event=logged, payload=b"", state=self.renew(row.state))
             row.state.last_event = logged
-            return replace(row, entry=None, event=logged)
+            return replace(row, event=logged, payload=b"")
         log.info("another replica decided this position", request_id=request_id, position=row.position)
         # the request has ended: cancelled, or failed
         if logged.token_id is None or logged.position != row.position:
-            return replace(row, entry=None, state=None)
-        return replace(row, entry=None, state=self.renew(row.state), event=logged)
+            return replace(row, event=None, payload=b"", state=None)
+        return replace(row, event=logged, payload=b"", state=self.renew(row.state))
 
     def renew(self, known: RequestState) -> RequestState:
         """Put the state that the log gives in the place of one that has diverged from it."""

@@ -10,9 +10,9 @@ import numpy as np
 from services.sampler.rows import FAILED, Decided, moments_of
 from shared.process.clock import Clock
 from shared.wire.line import Pipeline
-from shared.wire.messages import Moments, StepCandidates, StepDecisions, StepEvents
+from shared.wire.messages import Moments, StepCandidates, StepDecisions, StepEvents, TokenEvent, encode
 from shared.wire.streams import DirectStream, decisions, events
-from shared.wire.token_log import LogEntry, log_entry, write_end, write_step
+from shared.wire.token_log import write_end, write_step
 
 # what the log holds in place of an entry, as its id and event; None if it has lost what came before
 Held = tuple[bytes, bytes] | None
@@ -35,8 +35,8 @@ class StepWriter:
     def write(self, step: StepCandidates, decided: list[Decided]) -> Refused:
         """Append the rows' entries to their logs, and `tell` of them. Returns the entries that the
         logs refused; if there are any, no event or decision was sent."""
-        new = [row for row in decided if row.entry is not None]
-        refused = self._send(step, decided, [row.entry for row in new if row.entry is not None])
+        new = [row for row in decided if row.payload]
+        refused = self._send(step, decided, [(row.event, row.payload) for row in new if row.event is not None])
         return {new[index - 1].key: held for index, held in refused}
 
     def tell(self, step: StepCandidates, decided: list[Decided]) -> None:
@@ -44,7 +44,9 @@ class StepWriter:
         a token."""
         self._send(step, decided, [])
 
-    def _send(self, step: StepCandidates, decided: list[Decided], entries: list[LogEntry]) -> list[tuple[int, Held]]:
+    def _send(
+        self, step: StepCandidates, decided: list[Decided], entries: list[tuple[TokenEvent, bytes]]
+    ) -> list[tuple[int, Held]]:
         now = self.clock.wall()
         messages = [*self._events(step, decided, now), (decisions(step.compute_id), self._decisions(step, decided))]
         ends = [
@@ -64,11 +66,8 @@ class StepWriter:
         """Each gateway's events, in the order of the rows."""
         payloads: dict[str, list[bytes]] = defaultdict(list)
         for row in decided:
-            if row.state is not None and row.state.gateway_id is not None:
-                if row.entry is not None:
-                    payloads[row.state.gateway_id].append(row.entry.payload)
-                elif row.event is not None:
-                    payloads[row.state.gateway_id].append(log_entry(row.event).payload)
+            if row.state is not None and row.state.gateway_id is not None and row.event is not None:
+                payloads[row.state.gateway_id].append(row.payload or encode(row.event))
         return [
             (
                 events(gateway_id),
@@ -83,15 +82,11 @@ class StepWriter:
         return moments_of(decided, step.compute_id, self.sampler_id, now)
 
     def _decisions(self, step: StepCandidates, decided: list[Decided]) -> StepDecisions:
-        outcomes = [row.outcome for row in decided]
         tokens = [
-            event.token_id if event is not None and event.token_id is not None else row.code
-            for row, event in zip(decided, outcomes, strict=True)
+            row.event.token_id if row.event is not None and row.event.token_id is not None else row.code
+            for row in decided
         ]
-        ends = [
-            row.code == FAILED if event is None else event.finish_reason is not None
-            for row, event in zip(decided, outcomes, strict=True)
-        ]
+        ends = [row.code == FAILED if row.event is None else row.event.finish_reason is not None for row in decided]
         return StepDecisions(
             sampler_id=self.sampler_id,
             step=step.step,

@@ -77,9 +77,8 @@ class Fleet:
         arrival."""
         self.run = Run(Outcomes(requests))
         self.stream: deque[int] = deque()  # numbers of requests that no replica has taken
-        self.released: deque[tuple[int, int]] = (
-            deque()
-        )  # numbers of requests, and their tokens: taken once, and free again
+        # numbers of requests, and their tokens: taken once, and free again
+        self.released: deque[tuple[int, int]] = deque()
         self.members: list[FleetReplica] = []  # those that have not ended, the oldest first
         self.start_s = start_s
         self.policy = policy

@@ -52,9 +52,8 @@ class Affinity:
         """stream: of the prompts."""
         self.stage = stage
         self.stream = stream
-        GroupReader(
-            stage.transport, stream, stage.replica_id
-        )  # reads nothing: the transport makes the group again if Redis has lost it
+        # reads nothing: with it, the transport makes the group again if Redis has lost it
+        GroupReader(stage.transport, stream, stage.replica_id)
         self.model = model
 
     def choose(self, prompts: Sequence[TokenizedRequest]) -> list[ChosenReplica | None]:

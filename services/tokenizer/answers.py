@@ -34,7 +34,7 @@ def tokenized(
         "token_strs": token_strs,
         "eos_token_ids": list(eos_token_ids),
         "opening": opening,
-        "pieces": [piece_of(each) for each in pieces] if pieces is not None else None,
+        "pieces": [piece_of(piece) for piece in pieces] if pieces is not None else None,
     }
     return TokenizerAnswer(json.dumps(answer))
 

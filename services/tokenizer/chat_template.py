@@ -4,7 +4,9 @@ import json
 from typing import Any
 
 from services.tokenizer.template_features import find_parsers, template_with_tools
+from services.tokenizer.template_probe import probe
 from shared.model.json_text import read_json
+from shared.model.parsing.forms import HARMONY
 from shared.process.errors import Invalid, StartupError
 from shared.process.helper import HelperProcess, HelperStuck
 from shared.process.plain import Unreadable
@@ -51,8 +53,20 @@ class ChatTemplate:
         self._problem = ""  # what makes the template unusable for all conversations
 
     def parsers(self, tool_calls: str, reasoning: str) -> dict[str, str]:
-        """How the model writes calls and thoughts: find_parsers' words."""
-        return find_parsers(self._template, tool_calls, reasoning, self._with_tools)
+        """How the model writes calls and thoughts: the operator's word, else what the template writes for known
+        ones, else find_parsers' words."""
+        parsers = find_parsers(self._template, tool_calls, reasoning, self._with_tools)
+        asked = {name for name, word in (("tool_calls", tool_calls), ("reasoning", reasoning)) if word == "auto"}
+        if self._template is None or not asked or HARMONY in parsers.values():
+            return parsers
+        if parsers.get("tool_calls") == "pythonic":  # such templates write calls as JSON, but ask the model for Python
+            asked.discard("tool_calls")
+        shown = probe(self._template, self._with_tools, self._render_probe)
+        return parsers | {name: form for name, form in shown.items() if name in asked}
+
+    def _render_probe(self, messages: tuple[ChatMessage, ...], options: ChatOptions) -> str | None:
+        [text] = self.render([messages], [options])
+        return text if isinstance(text, str) else None
 
     def start(self) -> None:
         """Start the helper and compile the template: one that is broken is found now, and the first

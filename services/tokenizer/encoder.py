@@ -340,7 +340,7 @@ class Encoder:
             spelt = []
         if len(spelt) < 2 * len(words) or not all(map(len, spelt)):
             raise Invalid("bad_words holds a text that has no tokens", param="bad_words")
-        return tuple(dict.fromkeys(tuple(each.tolist()) for each in spelt))
+        return tuple(dict.fromkeys(tuple(mark.tolist()) for mark in spelt))
 
     def _opening(self, request: GenerateRequest, text: str | None) -> str | None:
         """The part of the answer that the template has said, as far as its reader must know it. An

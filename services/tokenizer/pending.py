@@ -128,5 +128,5 @@ def _expand(
 
 def check_places(token_ids: Array, images: Sequence[PromptImage], image_token_id: int) -> None:
     """Check that a prompt with images has as many places as they take. Raises Invalid."""
-    if images and int(np.count_nonzero(token_ids == image_token_id)) != sum(each.num_tokens for each in images):
+    if images and int(np.count_nonzero(token_ids == image_token_id)) != sum(image.num_tokens for image in images):
         raise Invalid("a conversation with images can't spell the model's image token, nor be truncated", param=PARAM)

@@ -179,7 +179,7 @@ class TokenizerService:
 
     def choose_replicas(self, results: list[TokenizedRequest | TokenizerAnswer | Invalid]) -> dict[str, ChosenReplica]:
         """The compute replicas of prompts that are better off with a certain one, by request."""
-        prompts = [each for each in results if isinstance(each, TokenizedRequest)]
+        prompts = [result for result in results if isinstance(result, TokenizedRequest)]
         choices = self.affinity.choose(prompts) if self.affinity is not None else []
         return {
             prompt.request_id: choice for prompt, choice in zip(prompts, choices, strict=False) if choice is not None

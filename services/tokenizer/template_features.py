@@ -1,13 +1,18 @@
 """Features that a model's chat template shows: how it writes calls and thoughts, and what a
-template makes use of. Read off its text; nothing is run."""
+template makes use of. Read off its text; nothing is run: template_probe.py sees more, where a template writes calls."""
 
 import re
-from collections.abc import Mapping
 from typing import Any
+
+from shared.model.parsing.forms import thought_marks
 
 # The first whose words are all in the template.
 TOOL_CALLS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("harmony", ("<|channel|>", "to=", "functions.")),
+    ("kimi_k2", ("<|tool_call_begin|>", "functions")),
+    ("lfm2", ("<|tool_call_start|>",)),
+    ("lfm2", ("<|tool_list_start|>",)),
+    ("deepseek_v3", ("<｜tool▁calls▁begin｜>",)),
     ("gemma", ("<start_function_call>",)),
     ("gemma", ("<|tool_call>",)),
     ("mistral", ("[TOOL_CALLS]",)),
@@ -29,14 +34,6 @@ REASONING: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("qwen3", ("<think>", "</think>")),
     ("deepseek_r1", ("</think>",)),
 )
-OPENINGS: Mapping[str, tuple[str, str]] = {  # how each begins a thought and ends it
-    "deepseek_r1": ("<think>", "</think>"),
-    "qwen3": ("<think>", "</think>"),
-    "mistral": ("[THINK]", "[/THINK]"),
-    "gemma4": ("<|channel>thought", "<channel|>"),
-    "granite": ("Here is my thought process:", "Here is my response:"),
-    "harmony": ("<|channel|>analysis<|message|>", "<|end|>"),
-}
 
 
 def template_with_tools(templates: Any, default: str) -> str:
@@ -92,7 +89,10 @@ def opened_thought(text: str, reasoning: str, options: Any) -> str:
     """
     if not reasoning or not options.add_generation_prompt:
         return ""
-    start, end = OPENINGS[reasoning]
+    marks = thought_marks(reasoning)
+    if marks is None:
+        return ""
+    start, end = marks.starts[0], marks.ends[0]
     stripped = text.rstrip()
     if stripped.endswith(start):
         return start + text[len(stripped) :]

@@ -107,9 +107,9 @@ def as_one(turn: list[dict[str, Any]]) -> dict[str, Any]:
 
 def joined(contents: list[Any]) -> Any:
     """Contents as one, a line each."""
-    if all(isinstance(each, str) for each in contents):
+    if all(isinstance(content, str) for content in contents):
         return "\n".join(contents)
-    lists = [[{"type": "text", "text": each}] if isinstance(each, str) else each for each in contents]
+    lists = [[{"type": "text", "text": content}] if isinstance(content, str) else content for content in contents]
     return [
         part
         for number, each in enumerate(lists)

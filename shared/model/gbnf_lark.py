@@ -181,7 +181,7 @@ class Lexing:
                 pairs = {(k, m) for k in a.next[i] for m in b.next[j] if meet(a.letters[k], b.letters[m])} - seen
                 seen |= pairs
                 ahead += pairs
-            self._compared[one, other] = tuple(each for place in longer for each in b.letters[place]), is_common
+            self._compared[one, other] = tuple(letter for place in longer for letter in b.letters[place]), is_common
         return self._compared[one, other]
 
     def _follow(self) -> None:

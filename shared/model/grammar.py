@@ -120,7 +120,7 @@ class ByteVocabulary:
 
     def __init__(self, special_tokens: Iterable[str]) -> None:
         self.eos_token_id, self.bos_token_id = 256, None
-        self.tokens = [bytes([each]) for each in range(256)] + [b"<end>", *(each.encode() for each in special_tokens)]
+        self.tokens = [bytes([each]) for each in range(256)] + [b"<end>", *(token.encode() for token in special_tokens)]
         self.special_token_ids = list(range(256, len(self.tokens)))
 
     def __call__(self, text: bytes) -> list[int]:
@@ -197,7 +197,7 @@ def _regex(constraint: Constraint, _: Mapping[str, int] | None) -> str:
 
 def _choice(constraint: Constraint, _: Mapping[str, int] | None) -> str:
     choices = json.loads(constraint.text)
-    if not isinstance(choices, list) or not choices or not all(isinstance(each, str) for each in choices):
+    if not isinstance(choices, list) or not choices or not all(isinstance(choice, str) for choice in choices):
         raise Invalid("it takes a list of texts, at least one")
     alternatives = " | ".join(json.dumps(each, ensure_ascii=False) for each in dict.fromkeys(choices))
     return LLMatcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {alternatives}\n")

@@ -80,8 +80,8 @@ class PlainLayout:
     def chunk_end(self, first: int, last: int) -> int:  # noqa: ARG002
         return last
 
-    def num_slots_to_begin(self, num_slots: int, most: int) -> int:
-        return min(num_slots, most)
+    def num_slots_to_begin(self, num_slots: int, chunk_end: int) -> int:
+        return min(num_slots, chunk_end)
 
     def context(self, blocks: tuple[int, ...], first: int, num_tokens: int) -> RowContext:  # noqa: ARG002
         return RowContext(blocks, first)
@@ -108,12 +108,12 @@ class Layout:
     @cached_property
     def starts(self) -> list[int]:
         """The first slot of each segment."""
-        return [0, *accumulate(padded(each.num_tokens) for each in self.segments[:-1])]
+        return [0, *accumulate(padded(segment.num_tokens) for segment in self.segments[:-1])]
 
     @cached_property
     def num_holes(self) -> int:
         """The holes of all segments: the last one has none."""
-        return self.starts[-1] - sum(each.num_tokens for each in self.segments[:-1])
+        return self.starts[-1] - sum(segment.num_tokens for segment in self.segments[:-1])
 
     def at(self, slot: int) -> int:
         """The number of the segment of a slot."""
@@ -132,7 +132,7 @@ class Layout:
     def num_tokens_in(self, num_slots: int) -> int:
         """How many of the first num_slots slots are not holes."""
         number = self.at(num_slots)
-        before = sum(each.num_tokens for each in self.segments[:number])
+        before = sum(segment.num_tokens for segment in self.segments[:number])
         own = num_slots - self.starts[number]
         return before + (own if number == len(self.segments) - 1 else min(own, self.segments[number].num_tokens))
 
@@ -168,9 +168,9 @@ class Layout:
         """Where a chunk of the slots [first, last) must end: it has tokens of one segment."""
         return last if first >= self.starts[-1] else min(last, self.end(self.at(first)))
 
-    def num_slots_to_begin(self, num_slots: int, most: int) -> int:  # noqa: ARG002
+    def num_slots_to_begin(self, num_slots: int, chunk_end: int) -> int:  # noqa: ARG002
         """How many of a sequence's slots must have room in the cache before it begins, if its first chunk
-        ends at `most`. With segments, all: later ones may be found in the cache, and are held from then
+        ends at `chunk_end`. With segments, all: later ones may be found in the cache, and are held from then
         on."""
         return num_slots
 
@@ -184,7 +184,7 @@ class Layout:
             seen, lens = blocks[: start // size], self.block_lens
         else:
             places = self.seen_blocks(number)
-            seen, lens = tuple(blocks[each] for each in places), [self.block_lens[each] for each in places]
+            seen, lens = tuple(blocks[place] for place in places), [self.block_lens[place] for place in places]
         num_seen = len(seen) * size
         return RowContext(
             blocks=(*seen, *own),
@@ -210,8 +210,8 @@ def layout_of(segments: Sequence[Segment], block_size: int) -> Layout | PlainLay
 def length_of(segments: Sequence[Segment]) -> int:
     """The part of the longest sequence that a prompt takes: its slots, or its positions, if they
     reach further."""
-    slots = sum(padded(each.num_tokens) for each in segments[:-1]) + segments[-1].num_tokens
-    return max(slots, *(each.position + each.num_tokens for each in segments))
+    slots = sum(padded(segment.num_tokens) for segment in segments[:-1]) + segments[-1].num_tokens
+    return max(slots, *(segment.position + segment.num_tokens for segment in segments))
 
 
 def padded(num_tokens: int) -> int:

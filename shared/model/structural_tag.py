@@ -191,6 +191,6 @@ def _get(value: Any, name: str, kind: type) -> Any:
 
 def _objects(value: Any, name: str) -> list[dict[str, Any]]:
     items = _get(value, name, list)
-    if not items or not all(isinstance(each, dict) for each in items):
+    if not items or not all(isinstance(item, dict) for item in items):
         raise Invalid(f"{name} takes objects, at least one")
     return list(items)

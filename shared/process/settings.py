@@ -22,12 +22,8 @@ from pydantic_settings import CliSettingsSource, NoDecode, SettingsError
 from shared.process.arguments import CommandLineParser, add_setting
 from shared.process.errors import StartupError
 from shared.process.group_settings import GroupSettings, RankSettings
-from shared.process.stage_settings import DEFAULT_DATA_DIR, StageSettings
+from shared.process.stage_settings import DEFAULT_DATA_DIR, ReasoningParser, StageSettings, ToolCallParser
 
-ToolCallParser = Literal[
-    "auto", "none", "hermes", "llama3_json", "mistral", "granite", "pythonic", "gemma", "qwen3_coder", "harmony"
-]
-ReasoningParser = Literal["auto", "none", "deepseek_r1", "qwen3", "granite", "mistral", "gemma4", "harmony"]
 SPECULATORS = ("auto", "off", "lookup", "grammar", "prediction", "medusa", "eagle", "self", "draft")
 BETWEEN_CELLS = re.compile(r"\s+|,(?=[a-z0-9-]+=[a-z+]+://)")
 ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/?#\s]+")
@@ -429,7 +425,9 @@ class EngineSettings(GroupSettings):
         names = value.split(",")
         unknown = next((name for name in names if name not in SPECULATORS), None)
         if unknown is not None or (len(names) > 1 and "off" in names):
-            raise ValueError(f"it takes some of {', '.join(each for each in SPECULATORS if each != 'off')}, or off")
+            raise ValueError(
+                f"it takes some of {', '.join(speculator for speculator in SPECULATORS if speculator != 'off')}, or off"
+            )
         return value
 
     @model_validator(mode="after")

@@ -7,6 +7,27 @@ from typing import ClassVar, Literal
 from pydantic import Field
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
+ToolCallParser = Literal[
+    "auto",
+    "none",
+    "hermes",
+    "llama3_json",
+    "mistral",
+    "granite",
+    "qwen3_coder",
+    "glm45",
+    "minimax_m2",
+    "kimi_k2",
+    "deepseek_v32",
+    "deepseek_v31",
+    "deepseek_v3",
+    "lfm2",
+    "olmo3",
+    "pythonic",
+    "gemma",
+    "harmony",
+]
+ReasoningParser = Literal["auto", "none", "deepseek_r1", "qwen3", "granite", "mistral", "gemma4", "harmony"]
 DEFAULT_DATA_DIR = Path.home() / ".penstock"
 DEFAULT_REDIS_URL = f"unix://{DEFAULT_DATA_DIR}/redis.sock"
 

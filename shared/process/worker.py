@@ -220,5 +220,5 @@ def limit_resources(memory: int) -> None:
 
 def limit_processor(limit_s: float) -> None:
     """The processor time from now on, if no parent is left to kill this process."""
-    _, most = resource.getrlimit(resource.RLIMIT_CPU)
-    resource.setrlimit(resource.RLIMIT_CPU, (math.ceil(time.process_time() + limit_s) + 1, most))
+    _, hard_limit = resource.getrlimit(resource.RLIMIT_CPU)
+    resource.setrlimit(resource.RLIMIT_CPU, (math.ceil(time.process_time() + limit_s) + 1, hard_limit))

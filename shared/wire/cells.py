@@ -71,11 +71,11 @@ def keys_of(arguments: Sequence[Any]) -> range:
 
 def in_cell(prefix: str, arguments: Sequence[Any]) -> list[Any]:
     """The command with the prefix before each of its keys."""
-    found, encoded = list(arguments), prefix.encode()
+    prefixed, encoded = list(arguments), prefix.encode()
     for index in keys_of(arguments):
-        key = found[index]
-        found[index] = encoded + key if isinstance(key, bytes) else prefix + key
-    return found
+        key = prefixed[index]
+        prefixed[index] = encoded + key if isinstance(key, bytes) else prefix + key
+    return prefixed
 
 
 def without_cell(key: bytes) -> bytes:

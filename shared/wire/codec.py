@@ -42,7 +42,7 @@ def packer(cls: Any) -> Callable[[Any], list[Any]]:
     """The function that makes a list of a message of this class."""
     infos = msgspec.structs.fields(cls)
     forms = [(at, form) for at, info in enumerate(infos) if (form := _form_of(info.type)) is not None]
-    defaults = list(takewhile(lambda default: default is not NODEFAULT, (info.default for info in reversed(infos))))
+    defaults = list(takewhile(lambda default: default is not NODEFAULT, map(_default_of, reversed(infos))))
 
     def pack(message: Any) -> list[Any]:
         values = list(astuple(message))
@@ -58,6 +58,11 @@ def packer(cls: Any) -> Callable[[Any], list[Any]]:
         return values
 
     return pack
+
+
+def _default_of(info: Any) -> Any:
+    """The default of a field, whose value may be left out if it is equal; arrays and objects have none."""
+    return {} if info.default_factory is dict else info.default
 
 
 def _form_of(hint: Any) -> Callable[[Any], Any] | None:

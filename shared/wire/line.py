@@ -58,9 +58,8 @@ class RedisConnection:
             if self._connection._sock is None:
                 self._connection.connect()  # which asks Sentinels where to; sending alone would not
             packed = self._connection.pack_commands([self._by_digest(arguments) for arguments, _ in commands])
-            self._connection.send_packed_command(
-                [b"".join(packed)], check_health=False
-            )  # redis-py cuts at 6,000 bytes: each piece would wake Redis
+            # redis-py cuts at 6,000 bytes: each piece would wake Redis
+            self._connection.send_packed_command([b"".join(packed)], check_health=False)
             for arguments, options in commands:
                 self._awaited.append((arguments[0], options, block_of(arguments), script_of(arguments)))
             self._sent_at = time.monotonic()

@@ -192,7 +192,7 @@ class TokenizedRequest(WireStruct, frozen=True):
 
     def __post_init__(self) -> None:
         check_segments(self.segments, len(self.prompt_token_ids))
-        if len(self.images) > MAX_IMAGES or any(each.num_tokens < 1 for each in self.images):
+        if len(self.images) > MAX_IMAGES or any(image.num_tokens < 1 for image in self.images):
             raise Invalid("TokenizedRequest: more images than a prompt may have, or one without a token")
         if not len(self.prompt_token_ids) or int(self.prompt_token_ids.min()) < 0 or self.params.max_tokens is None:
             raise Invalid("TokenizedRequest: without a prompt, with a negative token id, or without max_tokens")
@@ -219,9 +219,8 @@ class SequenceIntro(WireStruct, frozen=True):
     tokenized_at: float = 0.0  # wall clock, s
     scheduled_at: float = 0.0  # the same, by the compute replica that introduces it
     fingerprint: str = ""  # of that replica
-    prediction_token_ids: Int32Array = field(
-        default_factory=lambda: np.zeros(0, np.int32)
-    )  # as TokenizedRequest has them
+    # as TokenizedRequest has them
+    prediction_token_ids: Int32Array = field(default_factory=lambda: np.zeros(0, np.int32))
 
 
 class StepCandidates(WireStruct, frozen=True):
@@ -260,7 +259,7 @@ class StepCandidates(WireStruct, frozen=True):
             self.tail_token_ids,
             self.tail_logits,
         )
-        if any(len(each) != count for each in columns) or any(
+        if any(len(column) != count for column in columns) or any(
             len(each) not in (0, count) for each in (self.previous_token_ids, self.temperatures)
         ):
             raise Invalid("StepCandidates: columns of different lengths")

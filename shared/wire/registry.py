@@ -73,8 +73,8 @@ def follow(before: Registry, found: Registry, now: float) -> Registry:
     seen_since = now if is_gap else before.seen_since
     replicas = found.replicas
     if now - seen_since <= LEASE_S:
-        names = {(each.stage, each.replica_id) for each in replicas}
-        replicas += tuple(each for each in before.replicas if (each.stage, each.replica_id) not in names)
+        names = {(replica.stage, replica.replica_id) for replica in replicas}
+        replicas += tuple(replica for replica in before.replicas if (replica.stage, replica.replica_id) not in names)
     return replace(found, replicas=replicas, looked_at=now, seen_since=seen_since)
 
 
@@ -127,8 +127,8 @@ def unlike_replicas(computes: Iterable[Replica]) -> list[str]:
     another's requests, and then answers with other tokens.
     """
     by_model: dict[str, dict[str, list[str]]] = {}
-    for each in computes:
-        by_model.setdefault(each.model or "", {}).setdefault(each.fingerprint, []).append(each.replica_id)
+    for compute in computes:
+        by_model.setdefault(compute.model or "", {}).setdefault(compute.fingerprint, []).append(compute.replica_id)
     return [
         f"compute replicas of {model} have different fingerprints, so an answer may change where one takes over from "
         "another: "

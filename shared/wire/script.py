@@ -76,8 +76,8 @@ def table(**values: Any) -> bytes:
 
 def packed(value: Any) -> bytes:
     """A value for cmsgpack, which knows msgpack's old raw type only: it holds bytes and text alike."""
-    found: bytes = msgpack.packb(value, use_bin_type=False)
-    return found
+    encoded: bytes = msgpack.packb(value, use_bin_type=False)
+    return encoded
 
 
 def name_of(text: str) -> str:

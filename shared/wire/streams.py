@@ -22,6 +22,7 @@ RUNNING_LOG_TTL_S = 7 * 24 * 3600
 REPLICA_STREAM_TTL_S = 600  # of a one-reader stream whose reader no longer renews it
 MAX_DEAD_LETTERS = 10_000
 FILE_TTL_S = 30 * 24 * 3600  # of files and batches, at most
+LONGEST_WINDOW_S = 24 * 3600  # in which a batch is to be answered
 SERVED_TTL_S = 30 * 24 * 3600  # of what is known of a model without replicas
 
 # The one field of a stream entry; group entries also carry the request's id and gateway in the

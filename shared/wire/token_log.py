@@ -14,7 +14,6 @@ the entry's ID, and beside the event in the stream of events. Readers take it fr
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from msgspec.structs import replace
@@ -40,27 +39,15 @@ WRITE_STEP, WRITE_END, FINISH_ENDED = load_script("write_step"), load_script("wr
 FIND_WAITING, END_WAITING = load_script("find_waiting"), load_script("end_waiting")
 
 
-@dataclass(slots=True)  # as TokenEvent: nobody changes one, and there is one a token
-class LogEntry:
-    """A TokenEvent of a token, on its way to the log."""
-
-    event: TokenEvent
-    payload: bytes  # the event, encoded once for the log and the gateway
-
-
-def log_entry(event: TokenEvent) -> LogEntry:
-    return LogEntry(event, encode(event))
-
-
 def write_step(
-    pipe: Pipeline, model: str, entries: Sequence[LogEntry], messages: Sequence[tuple[DirectStream, Any]]
+    pipe: Pipeline,
+    model: str,
+    entries: Sequence[tuple[TokenEvent, bytes]],
+    messages: Sequence[tuple[DirectStream, Any]],
 ) -> None:
-    """Queue one step: append the entries to their logs and, unless one of them is refused, send the
-    messages in order. write_step.lua says what is returned."""
-    logs = [
-        [each.event.request_id, each.event.position, each.payload, each.event.finish_reason is not None]
-        for each in entries
-    ]
+    """Queue one step: append the entries, each an event and its encoding, to their logs and, unless one of
+    them is refused, send the messages in order. write_step.lua says what is returned."""
+    logs = [[event.request_id, event.position, payload, event.finish_reason is not None] for event, payload in entries]
     sent = [[stream.key, encode(message)] for stream, message in messages]
     WRITE_STEP.call(pipe, [inflight_key(model)], packed([logs, sent]))
 
@@ -151,7 +138,7 @@ def queue_entry(pipe: Pipeline, request_id: str, position: int) -> None:
 def parse_log(entries: Any, after_position: int = 0) -> list[TokenEvent]:
     """The events of a log after a position, in order, up to the request's end. Raises Lost for a
     log with a gap, or with what is no event."""
-    found: list[TokenEvent] = []
+    events: list[TokenEvent] = []
     position = after_position
     for entry_id, values in entries:
         if MESSAGE not in values:
@@ -162,10 +149,10 @@ def parse_log(entries: Any, after_position: int = 0) -> list[TokenEvent]:
             raise Lost(
                 f"the token log has a gap: position {event.position} follows {position - (event.token_id is not None)}"
             )
-        found.append(event)
+        events.append(event)
         if event.finish_reason is not None:
             break
-    return found
+    return events
 
 
 def decode_entry(entry_id: bytes, payload: bytes) -> TokenEvent:

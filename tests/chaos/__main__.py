@@ -47,6 +47,7 @@ from tests.chaos.options import Options, parse
 from tests.chaos.rounds import Rounds
 from tests.chaos.specs import MODULES, make_specs
 from tests.chaos.store import Store
+from tests.chaos.upgrade import UPGRADE, check_out
 
 SETTLE_S = 10.0  # what a round takes after its last fault has begun; some take longer
 HISTORY = "history.jsonl"  # in the run's folder
@@ -68,6 +69,8 @@ async def run(options: Options, faults: list[Fault], folder: Path) -> int:
     )
     started, tasks = time.monotonic(), []
     try:
+        if options.older is not None:
+            cluster.tree = check_out(options.older, folder)
         await cluster.start()
         tasks = [asyncio.create_task(cluster.supervise()), asyncio.create_task(sample_memory(cluster, history))]
         sees = open_model(options.model).vision is not None
@@ -170,6 +173,8 @@ def main() -> int:
         faults = (
             []
             if options.soak
+            else [UPGRADE]
+            if options.older
             else choose(
                 options.only,
                 options.excluded,

@@ -10,6 +10,7 @@ from typing import Any
 from shared.process.errors import Invalid
 from shared.wire.messages import TokenEvent, decode
 from shared.wire.replica import Replica
+from shared.wire.streams import CELERY_PREFIX
 from tests.chaos.cluster import Cluster
 
 GROUP_STREAMS = ("requests*", "prompts:*")
@@ -19,6 +20,7 @@ PERMANENT = (
     "prompts:",
     "replicas",
     "dead-letter",
+    CELERY_PREFIX,
 )  # keys, or how they begin, that need no TTL
 DRAIN_POLL_S = 0.25
 NO_END = "no end after"

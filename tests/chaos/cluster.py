@@ -32,6 +32,7 @@ from tests.chaos.speculators import draw_speculators
 from tests.chaos.store import Store
 from tests.deployment import free_port
 
+ROOT = Path(__file__).parents[2]
 STAGE_SETTINGS: dict[str, dict[str, str]] = {"gateway": {"ping_interval_s": "2"}, "compute": {"reader_timeout_s": "30"}}
 COMPUTE_NICENESS = 5  # as the launcher has it
 LEAVE_TIMEOUT_S = 90.0  # from SIGTERM to the exit: it may be stopped meanwhile, and so may Redis, for 12 s each
@@ -47,6 +48,7 @@ class Slot:
     number: int
     replica_id: str
     port: int = 0
+    tree: Path = ROOT  # whose code it runs
     process: "subprocess.Popen[bytes] | None" = None
     born_at: float = 0.0
     restart_at: float = 0.0
@@ -77,6 +79,7 @@ class Cluster:
     rng: random.Random
     has_proxies: bool = False
     clocks: Clocks | None = None
+    tree: Path = ROOT  # whose code the first processes run
     slots: list[Slot] = field(default_factory=list)
     crashes: dict[str, list[str]] = field(
         default_factory=dict
@@ -92,7 +95,7 @@ class Cluster:
         for stage, count in self.options.counts.items():
             for number in range(1, count + 1):
                 port = free_port() if stage == "gateway" else 0
-                self.slots.append(Slot(stage, number, f"{stage}-{number}", port))
+                self.slots.append(Slot(stage, number, f"{stage}-{number}", port, self.tree))
         for slot in self.slots:
             if self.has_proxies:
                 slot.proxy = Proxy(
@@ -144,6 +147,7 @@ class Cluster:
         with self.log_path(slot).open("ab") as log:
             slot.process = subprocess.Popen(
                 [sys.executable, "-m", f"services.{slot.stage}"],
+                cwd=slot.tree,
                 env=inherited | threads | own | clock,
                 stdout=log,
                 stderr=log,

@@ -41,6 +41,7 @@ class Options:
     max_pause_s: float | None
     keep_going: bool
     soak: bool
+    older: str | None  # the commit whose processes are replaced
     history: Path | None
     folder: Path | None
     num_ranks: int = 1  # of each replica of compute
@@ -75,6 +76,12 @@ def parse(argv: list[str]) -> Options:
     )
     parser.add_argument(
         "--soak", type=float, metavar="MINUTES", help="load without any fault; memory is sampled, and must not grow"
+    )
+    parser.add_argument(
+        "--from",
+        dest="older",
+        metavar="COMMIT",
+        help="an upgrade and no fault: processes of an older version are replaced, one after another",
     )
     parser.add_argument(
         "--only", default="", help="faults to choose from: names or patterns, joined by commas, as in kill-*,readonly"
@@ -156,7 +163,7 @@ def parse(argv: list[str]) -> Options:
         more=args.more,
         long=args.long,
         scale=args.scale,
-        max_faults=args.faults,
+        max_faults=1 if args.older else args.faults,
         only=names(args.only),
         excluded=names(args.excluded),
         counts={
@@ -164,7 +171,8 @@ def parse(argv: list[str]) -> Options:
             "tokenizer": args.tokenizers,
             "compute": args.computes,
             "gateway": args.gateways,
-        },
+        }
+        | ({"jobs": 2} if args.older else {}),
         model=args.model,
         num_clients=args.clients,
         round_s=args.round_s,
@@ -174,6 +182,7 @@ def parse(argv: list[str]) -> Options:
         max_pause_s=args.max_pause,
         keep_going=args.keep_going,
         soak=args.soak is not None,
+        older=args.older,
         history=args.history,
         folder=args.folder,
         num_ranks=args.tensor_parallel_size * args.pipeline_parallel_size,

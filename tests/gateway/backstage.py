@@ -14,7 +14,7 @@ from shared.wire.messages import Control, GenerateRequest, RequestError, StepEve
 from shared.wire.registry import announce, withdraw
 from shared.wire.replica import Replica
 from shared.wire.streams import MESSAGE, events, inflight_key, replica_key, requests
-from shared.wire.token_log import end_request, log_entry, write_step
+from shared.wire.token_log import end_request, write_step
 from tests.waiting import wait_until
 
 NAME, ALIAS = "paper", "pulp"
@@ -138,7 +138,7 @@ class Backstage:
                 finish_reason="length" if position == finish else None,
             )
             messages = [(events(gateway), StepEvents((encode(event),)))] if gateway else []
-            write_step(pipe, self.model, [log_entry(event)] if is_logged else [], messages)
+            write_step(pipe, self.model, [(event, encode(event))] if is_logged else [], messages)
 
     def write_texts(self, request: GenerateRequest, texts: list[str], *, gateway: str | None = "") -> None:
         """A whole answer, token by token."""
@@ -147,7 +147,9 @@ class Backstage:
         event = TokenEvent(request.request_id, len(texts) + 1, 7, "", num_prompt_tokens=3, finish_reason="stop")
         to = request.gateway_id if gateway == "" else gateway
         pipe = self.client.pipeline(transaction=False)
-        write_step(pipe, self.model, [log_entry(event)], [(events(to), StepEvents((encode(event),)))] if to else [])
+        write_step(
+            pipe, self.model, [(event, encode(event))], [(events(to), StepEvents((encode(event),)))] if to else []
+        )
         assert pipe.execute() == [[]]
 
     def end(self, request: GenerateRequest, *, error: RequestError | None = None, gateway: str | None = "") -> None:

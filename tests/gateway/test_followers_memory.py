@@ -19,9 +19,9 @@ from services.requests.dialects.responses.stored import Store, StoredResponse
 from services.requests.store.record import ResponseRecord
 from shared.process.errors import Rejected
 from shared.wire.logprobs import TokenLogprob, TopLogprob
-from shared.wire.messages import TokenEvent
+from shared.wire.messages import TokenEvent, encode
 from shared.wire.streams import inflight_key, log_key, stored_key
-from shared.wire.token_log import log_entry, write_step
+from shared.wire.token_log import write_step
 from tests.waiting import wait_until
 
 ASKED: dict[str, Any] = {"metadata": {}, "tools": []}
@@ -56,7 +56,8 @@ async def write(store: Store, record: ResponseRecord, *, num_top: int = 0, last:
     await store.client.hset(inflight_key("m"), mapping={record.request_ids[0]: 1, "": 1})
     async with store.client.pipeline(transaction=False) as pipe:
         for position in range(1, last + 1):
-            write_step(pipe, "m", [log_entry(event_of(record, position, NUM_TOKENS, num_top))], [])
+            event = event_of(record, position, NUM_TOKENS, num_top)
+            write_step(pipe, "m", [(event, encode(event))], [])
         await pipe.execute()
 
 

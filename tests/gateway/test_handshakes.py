@@ -81,7 +81,7 @@ def test_one_more_handshake_ends_the_oldest_of_the_address_that_has_most(tmp_pat
 
     async def shaking() -> None:
         loop = asyncio.get_running_loop()
-        handshakes = Handshakes(server_side, most=5, timeout_s=600.0)
+        handshakes = Handshakes(server_side, max_handshakes=5, timeout_s=600.0)
         server = await loop.create_server(lambda: Handshake(handshakes, Echo), "127.0.0.1", 0)
         port = server.sockets[0].getsockname()[1]
 
@@ -120,7 +120,7 @@ def test_a_handshake_that_does_not_come_ends(tmp_path: Path) -> None:
     authority.issue_cert("localhost").configure_cert(server_side)
 
     async def waiting() -> None:
-        handshakes = Handshakes(server_side, most=5, timeout_s=0.1)
+        handshakes = Handshakes(server_side, max_handshakes=5, timeout_s=0.1)
         server = await asyncio.get_running_loop().create_server(lambda: Handshake(handshakes, Echo), "127.0.0.1", 0)
         for begin in (b"", HALF, b"GET / HTTP/1.1\r\n\r\n"):
             reader, writer = await asyncio.open_connection("127.0.0.1", server.sockets[0].getsockname()[1])

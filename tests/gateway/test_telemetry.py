@@ -15,7 +15,7 @@ import redis
 
 from shared.wire.messages import Moments, RequestError, StepEvents, TokenEvent, encode
 from shared.wire.streams import events
-from shared.wire.token_log import log_entry, write_step
+from shared.wire.token_log import write_step
 from tests.collector import Collector
 from tests.conftest import running_redis
 from tests.deployment import Deployment
@@ -62,7 +62,7 @@ def write_last(backstage: Backstage, request: Any, position: int, begun_at: floa
     write_step(
         pipe,
         backstage.model,
-        [log_entry(event)],
+        [(event, encode(event))],
         [(events(request.gateway_id), StepEvents((encode(event),), (moments,)))],
     )
     assert pipe.execute() == [[]]

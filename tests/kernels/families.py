@@ -41,6 +41,7 @@ from services.compute.candidates.prompt_logprobs import prompt_logprobs as promp
 from services.compute.candidates.prompt_logprobs import score_prompts
 from services.compute.execution.model_runner import Model, ModelRunner
 from services.compute.models.architectures import read_config
+from services.compute.models.config import Packed
 from services.compute.models.decoder import Decoder
 from services.compute.models.transformers_model import load_transformers_model
 from services.compute.scheduling.admission import make_admission
@@ -48,7 +49,7 @@ from services.compute.scheduling.offline import run_step
 from services.compute.scheduling.scheduler import Scheduler
 from services.compute.sequence import Request, Sequence, Tokens
 from services.compute.sequence.batch import ScheduledBatch
-from services.compute.weights.gguf_modules import load_gguf_modules
+from services.compute.weights.library_modules import load_library_modules
 from services.compute.weights.loader import load_weights
 from shared.model.files import DEMO_MODEL, ModelFiles, text_config
 from shared.model.sampling_params import SamplingParams
@@ -226,18 +227,18 @@ class Engine:
             executor = Decoder(config, load_weights(location, config, backend, **quantized), backend)
         else:
             folder = model.folder if isinstance(model, ModelFiles) else model
-            load = (
-                partial(load_gguf_modules, model.weights, backend)
-                if isinstance(model, ModelFiles) and model.weights.is_file()
-                else None
-            )
+            weights = model.weights if isinstance(model, ModelFiles) else model
+            load = partial(load_library_modules, weights, backend, Packed(quantization, 32, attention_output, lm_head))
             executor = load_transformers_model(folder, backend, max_model_len or SIZES["max_position_embeddings"], load)
         cache = KVCache(executor.config, executor.backend, num_blocks=num_blocks, block_size=block_size, group=kv_group)
         self.runner: ModelRunner = ModelRunner(executor, cache)
         self.row_search = backend.row_search
-        blocks = BlockManager(num_blocks, block_size)
+        blocks = BlockManager(num_blocks, block_size, keeps_states=executor.state_bytes > 0)
         self.scheduler = Scheduler(
-            blocks, make_admission(strategy, blocks), max_num_seqs=max_num_seqs, max_batched_tokens=max_batched_tokens
+            blocks,
+            make_admission(strategy, blocks),
+            max_num_seqs=max_num_seqs,
+            max_batched_tokens=max_batched_tokens,
         )
         self.logits: dict[int, list[torch.Tensor]] = {}
         self.prompts: dict[int, PromptLogprobs | None] = {}

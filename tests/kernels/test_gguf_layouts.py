@@ -12,7 +12,8 @@ from torch import Tensor
 from transformers import AutoConfig
 
 from services.compute.backends.torch.backend import TorchBackend
-from services.compute.weights.gguf_modules import KernelLinear, load_gguf_modules
+from services.compute.models.config import Packed
+from services.compute.weights.library_modules import KernelLinear, load_library_modules
 from shared.model.gguf.checkpoint import unpack_metadata
 from shared.process.errors import StartupError
 from tests.kernels.gguf_files import add_tokenizer
@@ -140,7 +141,7 @@ def tiled(name: str, values: Tensor) -> Tensor:
 
 def load(path: Path, dtype: torch.dtype = torch.float32) -> Any:
     config = AutoConfig.from_pretrained(unpack_metadata(path))
-    return load_gguf_modules(path, TorchBackend(dtype, torch.device("cpu")), config)
+    return load_library_modules(path, TorchBackend(dtype, torch.device("cpu")), Packed("none", 32), config)
 
 
 def original(name: str) -> Any:

@@ -10,7 +10,7 @@ import transformers
 from transformers import PretrainedConfig, PreTrainedModel
 
 from services.compute.models.transformers_model import TransformersModel
-from services.compute.weights.gguf_modules import FileEmbedding, KernelExperts, KernelHead, KernelLinear
+from services.compute.weights.library_modules import FileEmbedding, KernelExperts, KernelHead, KernelLinear, KernelMlp
 from shared.model.files import open_model
 from shared.process.errors import StartupError
 from tests.kernels.families import SIZES, Engine, assert_greedy
@@ -145,10 +145,8 @@ def test_layers_and_embeddings_stay_in_the_files_blocks(tmp_path: Path) -> None:
     engine = run(path, torch.bfloat16)
     modules = modules_of(engine)
     layer = modules.model.layers[1]
-    assert all(
-        isinstance(each, KernelLinear)
-        for each in (layer.self_attn.q_b_proj, layer.self_attn.o_proj, layer.mlp.shared_experts.up_proj)
-    )
+    assert all(isinstance(each, KernelLinear) for each in (layer.self_attn.q_b_proj, layer.self_attn.o_proj))
+    assert isinstance(layer.mlp.shared_experts, KernelMlp)
     assert isinstance(layer.mlp.experts, KernelExperts) and isinstance(modules.lm_head, KernelHead)
     assert (
         isinstance(modules.model.embed_tokens, FileEmbedding)

@@ -59,9 +59,9 @@ OTHER_VALUES = (
 )
 REFUSED = {
     "{gatway: {replicas: 1}}": "gatway",
-    "{compute: {replicas: -1}}": "minimum",
-    "{models: []}": "minItems",
-    "{redis: {url: 'memcached://x'}}": "/redis/url",
+    "{compute: {replicas: -1}}": "replicas",
+    "{models: []}": "models",
+    "{redis: {url: 'memcached://x'}}": "url",
     "{settings: {penstock_model: x}}": "penstock_model",
     "{models: [{name: a.b, source: demo}, {name: a-b, source: demo}]}": "the same objects",
     "{keda: {enabled: true}, redis: {existingSecret: mine}}": "redis.url",

@@ -4,7 +4,8 @@ loaded as compute does.
 Not part of `make test`. `cases.py` says of each architecture how it runs (native, ragged, one by
 one), or with which words it is refused. 20 greedy tokens of prompts of 5, 40 and 130 tokens must be
 those of transformers' `generate` in float32: in one batch, in chunks, and over the prefix cache. A
-process is forked for each, so a crash is one row.
+process is forked for each, so a crash is one row. Those in SERVED run behind the real pipeline as well,
+and compute is killed in the middle (served.py).
 
 `--gguf FOLDER`, of llama.cpp's source, converts each checkpoint first and loads the file.
 """
@@ -28,9 +29,10 @@ import torch
 from transformers.utils import logging
 
 from tests.models.blueprints import Blueprint
-from tests.models.cases import CASES
+from tests.models.cases import CASES, SERVED
 from tests.models.compare import Result, compare
 from tests.models.convert import CONVERTED
+from tests.models.served import serve
 
 # for one architecture
 PATIENCE_S = 600
@@ -105,6 +107,11 @@ def main() -> int:
     if arguments.out is not None:
         arguments.out.write_text(json.dumps(rows, indent=1))
     failed = [row["name"] for row in rows if row["problem"]]
+    for name in [each for each in SERVED if each in names and arguments.gguf is None]:
+        with tempfile.TemporaryDirectory() as folder:
+            equal = serve(name, CASES[name][1], Path(folder))
+        print(f"{name:28} served, killed and resumed: {'equal' if all(equal) else f'   FAILED: {equal}'}", flush=True)
+        failed += [] if all(equal) else [f"{name}, served"]
     counts = Counter(str(row["outcome"]).partition(": ")[0] for row in rows)
     print(
         f"{len(rows)} architectures in {time.monotonic() - began:.0f} s: "

@@ -14,7 +14,7 @@ import transformers.models.llama.modeling_llama  # noqa: F401  what all models i
 from torch import Tensor
 
 import services.compute.models.transformers_model
-import services.compute.weights.gguf_modules  # noqa: F401
+import services.compute.weights.library_modules  # noqa: F401
 from services.compute.loop.engine import Engine, build_engine
 from services.compute.scheduling.offline import run_step
 from services.compute.sequence import Request, Sequence, Tokens
@@ -119,13 +119,13 @@ def settings(**options: Any) -> ComputeSettings:
 
 
 @torch.inference_mode()
-def greedy(model: Any, prompt: list[int]) -> list[int]:
+def greedy(model: Any, prompt: list[int], num_tokens: int = NUM_TOKENS) -> list[int]:
     ids = torch.tensor([prompt])
     out = model.generate(
         ids,
         attention_mask=torch.ones_like(ids),
-        max_new_tokens=NUM_TOKENS,
-        min_new_tokens=NUM_TOKENS,
+        max_new_tokens=num_tokens,
+        min_new_tokens=num_tokens,
         do_sample=False,
         pad_token_id=0,
         eos_token_id=None,

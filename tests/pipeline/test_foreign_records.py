@@ -37,7 +37,7 @@ def client(redis_url: str) -> "Iterator[redis.Redis]":
 def runtime(redis_url: str, tmp_path: Path) -> Iterator[JobsRuntime]:
     """A worker that takes no tasks, whose files are in a folder of `tmp_path`."""
     settings = JobsSettings(redis_url=redis_url, files_url=str(tmp_path / "data" / "files"))
-    runtime = JobsRuntime(settings, Stage("jobs", settings))
+    runtime = JobsRuntime(settings, Stage("jobs", settings), connect(settings))
     runtime.start()
     try:
         yield runtime

@@ -171,7 +171,7 @@ def test_a_mistake_of_ours_is_not_repeated_for_ever(
 ) -> None:
     create(redis_url, "batch_a", tmp_path / "files")
     settings = JobsSettings(redis_url=redis_url, files_url=str(tmp_path / "files"))
-    runtime = JobsRuntime(settings, Stage("jobs", settings))
+    runtime = JobsRuntime(settings, Stage("jobs", settings), connect(settings))
     runtime.start()
     errors: list[Exception] = [OSError("the disk is full"), *(ZeroDivisionError("ours") for _ in range(MAX_BEGUN))]
 

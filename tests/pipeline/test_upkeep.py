@@ -20,6 +20,7 @@ from services.jobs.upkeep import check_memory, sweep, tidy
 from services.jobs.worker import CONCURRENCY, add_tasks, run_slice
 from services.requests.store.batches.figures import queue_note
 from services.requests.store.batches.store import BatchRecord
+from services.requests.store.client import connect
 from services.requests.store.tenants.tenant import EVERYBODY
 from shared.process.settings import JobsSettings
 from shared.wire.messages import decode_record
@@ -46,7 +47,7 @@ def do(redis_url: str, folder: Path, *parts: Callable[[JobsRuntime], Awaitable[o
             await part(runtime)
 
     settings = JobsSettings(redis_url=redis_url, files_url=str(folder))
-    runtime = JobsRuntime(settings, Stage("jobs", settings))
+    runtime = JobsRuntime(settings, Stage("jobs", settings), connect(settings))
     runtime.start()
     try:
         runtime.call(doing())

@@ -302,7 +302,7 @@ async def bodies_are_bounded(site: Site) -> None:
         assert stored.status_code == 200, (stored.status_code, stored.text)
         await client.delete(f"/v1/files/{stored.json()['id']}")
     for tenant, path, num_mib, status in (
-        ("team", "/v1/completions", 9, 413),
+        ("team", "/v1/completions", 33, 413),
         ("team", "/v1/files", 220, 413),
         ("", "/v1/files", 20, 401),
     ):
@@ -313,7 +313,7 @@ async def bodies_are_bounded(site: Site) -> None:
             reply.status_code,
             reply.text[:300],
         )
-    site.say("a file of 15 MB is taken; longer ones, and other bodies above 8 MB, are refused in JSON")
+    site.say("a file of 15 MB is taken; longer ones, and other bodies above 32 MiB, are refused in JSON")
 
 
 async def who_leaves_is_cancelled(site: Site) -> None:

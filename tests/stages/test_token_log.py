@@ -26,7 +26,7 @@ from shared.wire.streams import (
     log_key,
     reader_key,
 )
-from shared.wire.token_log import decode_entry, end_of, end_request, log_entry, parse_log, queue_read, write_step
+from shared.wire.token_log import decode_entry, end_of, end_request, parse_log, queue_read, write_step
 from tests.conftest import running_redis
 from tests.examples import examples
 from tests.stages.line_of_stages import MODEL, ids
@@ -61,7 +61,9 @@ def write(client: "redis.Redis", *wanted: TokenEvent) -> list[Any]:
     """Entries that the log refused."""
     found: list[Any] = run(
         client,
-        lambda pipe: write_step(pipe, MODEL, [log_entry(each) for each in wanted], [(decisions("compute-1"), TOLD)]),
+        lambda pipe: write_step(
+            pipe, MODEL, [(each, encode(each)) for each in wanted], [(decisions("compute-1"), TOLD)]
+        ),
     )
     return found
 

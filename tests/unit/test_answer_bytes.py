@@ -21,7 +21,7 @@ from services.requests.text.answers.choice import Choice, usage_of
 from services.requests.text.answers.formats import Frames, format_for, is_plain
 from services.requests.text.answers.sse import encode_event
 from services.requests.text.answers.translate import Fold, Translation
-from services.requests.text.parsing.answer import Parsing
+from shared.model.parsing.answer import Parsing
 from shared.wire.logprobs import TokenLogprob, TopLogprob
 from shared.wire.messages import TokenEvent
 

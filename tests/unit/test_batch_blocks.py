@@ -12,6 +12,7 @@ from services.jobs.blocks import Block, OpenBlocks
 from services.jobs.output import AnsweredLine, find_parts, spool_folder
 from services.requests.store.batches.store import Totals
 from services.requests.store.files.storage import Storage
+from shared.wire.ids import unique_id
 
 NUM_LINES, NUM_BYTES = 10, 1000
 
@@ -32,7 +33,7 @@ def test_long_answers_are_laid_by_and_written_in_order(
     storage = Storage(str(tmp_path))
 
     async def answering() -> None:
-        opened = OpenBlocks(storage, "batch_a")
+        opened = OpenBlocks(storage, "batch_a", unique_id)
         first, second = opened.open(0, NUM_LINES), opened.open(1, NUM_LINES)
         places = [(block, place) for place in reversed(range(NUM_LINES)) for block in (first, second)]
         settling = (opened.settle(block, place, answer(block.number, place)) for block, place in places)

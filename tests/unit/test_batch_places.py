@@ -10,6 +10,7 @@ from services.jobs.asking import Asked
 from services.jobs.run import BatchRun
 from services.jobs.runtime import JobsRuntime
 from services.requests.store.batches.store import Batch, BatchRecord
+from services.requests.store.client import connect
 from services.requests.store.record import make_record
 from services.requests.store.tenants.tenant import Tenant
 from shared.model.sampling_params import SamplingParams
@@ -23,7 +24,7 @@ TENANT = Tenant("0123456789abcdef", "slow", max_concurrency=8)
 
 def test_a_line_that_waits_for_its_tenants_limit_holds_no_places(redis_url: str, tmp_path: Path) -> None:
     settings = JobsSettings(redis_url=redis_url, files_url=str(tmp_path / "files"), batch_requests=8)
-    runtime = JobsRuntime(settings, Stage("jobs", settings))
+    runtime = JobsRuntime(settings, Stage("jobs", settings), connect(settings))
     record = make_record("text_completion", "m", "m", n=8, key="a", is_background=True)
     asked = Asked(
         record,

@@ -27,13 +27,14 @@ from services.requests.dialects.responses.stored import StoredResponse
 from services.requests.store.batches.lines import read_line
 from services.requests.text.answers.answer import input_of
 from services.requests.text.answers.translate import arguments_of, is_broken_off
-from services.requests.text.parsing.answer import FORCED, REASONING, TOOL_CALLS, AnswerParser, Parsing
-from services.requests.text.parsing.json_scanner import JsonScanner
-from services.requests.text.parsing.pieces import Piece, merged
 from services.requests.text.schemas.prepare import prepare
 from services.requests.workers.grammars.answer_worker import problems_of
 from shared.model.constraint import Constraint
 from shared.model.json_text import MAX_DEPTH, MAX_DIGITS, TooDeep, check_depth, check_text, read_json, write_json
+from shared.model.parsing.answer import FORCED, AnswerParser, Parsing
+from shared.model.parsing.forms import REASONING, TOOL_CALLS
+from shared.model.parsing.json_scanner import JsonScanner
+from shared.model.parsing.pieces import Piece, merged
 from shared.process.errors import Invalid
 from tests.hostile.depths import HERE, LEAVES, LIMITS, content_of, nested, places
 

@@ -10,6 +10,7 @@ tokens.
 
 import hashlib
 import random
+from collections import Counter
 from typing import Any
 
 import torch
@@ -210,23 +211,23 @@ class FlightMachine(RuleBasedStateMachine):
 
     def collect(self, flight: Flight) -> None:
         self.flight = None
-        collected = collect(flight, self.scheduler)
-        assert not collected.failures and sum(collected.decided.values()) == len(collected.rows.handles)
-        left = dict(collected.decided)
-        for row, handle in enumerate(collected.rows.handles.tolist()):
-            sequence, position = self.sequences[handle], int(collected.rows.positions[row])
+        rows, failures, _ = collect(flight, self.scheduler)
+        assert not failures
+        left = Counter(rows.handles.tolist())
+        for row, handle in enumerate(rows.handles.tolist()):
+            sequence, position = self.sequences[handle], int(rows.positions[row])
             left[handle] -= 1
             assert not sequence.tokens.is_pending and position == sequence.tokens.num_output - left[handle]
             at = sequence.tokens.num_prompt + position - 1
             own = Sequence(sequence.request, Tokens(sequence.tokens.ids[:at], sequence.tokens.num_prompt))
             alone = reduce(logits_of(tuple(own.tokens.ids))[None], [own], TorchRowSearch())
-            assert encode(collected.rows.message([row], "c", 1, (), [])) == encode(alone.message([0], "c", 1, (), []))
+            assert encode(rows.message([row], "c", 1, (), [])) == encode(alone.message([0], "c", 1, (), []))
             assert sequence.tokens.ids[at] == alone.chosen[0]
             assert not left[handle] or sequence.tokens.ids[at] not in (EOS, *sequence.request.params.stop_token_ids), (
                 "nothing is computed behind an end"
             )
             self.sent[handle][position] = sequence.tokens.ids[at]
-        for handle in collected.decided:
+        for handle in left:
             assert self.sequences[handle].tokens.is_ending or self.sequences[handle].num_uncomputed_tokens in (0, 1)
 
     def undecided(self) -> list[Sequence]:

@@ -10,9 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.requests.text.parsing.answer import FORCED, REASONING, TOOL_CALLS, AnswerParser, Parsing
-from services.requests.text.parsing.json_scanner import JsonScanner
-from services.requests.text.parsing.pieces import Piece, merged
+from shared.model.parsing.answer import FORCED, AnswerParser, Parsing
+from shared.model.parsing.forms import REASONING, TOOL_CALLS, encode
+from shared.model.parsing.json_calls import CallForm
+from shared.model.parsing.json_scanner import JsonScanner
+from shared.model.parsing.pieces import Piece, merged
+from shared.model.parsing.tagged_calls import TaggedForm
 from tests.examples import examples
 
 NAMES = ("get_weather", "add", "f")
@@ -121,7 +124,73 @@ FORMS: list[tuple[str, str, str, list[tuple[str, Any]]]] = [
         "",
         [("get_weather", {"location": "12", "unit": "two\n</tool_call>\n"})],
     ),
+    (
+        "glm45",
+        "Look.\n<tool_call>get_weather\n<arg_key>location</arg_key>\n<arg_value>12</arg_value>\n<arg_key>unit</arg_key>\n"
+        "<arg_value>two\n</tool_call> </arg_value>\n</tool_call>\n<tool_call>f</tool_call>",
+        "Look.",
+        [("get_weather", {"location": "12", "unit": "two\n</tool_call> "}), ("f", {})],
+    ),
+    (
+        "glm45",
+        "<tool_call>add<arg_key>a</arg_key><arg_value>1</arg_value><arg_key>b</arg_key>"
+        '<arg_value>[2.5, null, {"c": "\\"}{"}]</arg_value></tool_call>',
+        "",
+        [("add", ADDED)],
+    ),
+    (
+        "minimax_m2",
+        '<minimax:tool_call>\n<invoke name="get_weather">\n<parameter name="location">Paris</parameter>\n'
+        '<parameter name="unit">celsius</parameter>\n</invoke>\n<invoke name="f">\n</invoke>\n</minimax:tool_call>',
+        "",
+        [("get_weather", WEATHER), ("f", {})],
+    ),
+    (
+        "deepseek_v32",
+        '<｜DSML｜function_calls>\n<｜DSML｜invoke name="add">\n'
+        '<｜DSML｜parameter name="a" string="false">1</｜DSML｜parameter>\n'
+        '<｜DSML｜parameter name="b" string="true">x</｜DSML｜parameter>\n</｜DSML｜invoke>\n</｜DSML｜function_calls>',
+        "",
+        [("add", {"a": 1, "b": "x"})],
+    ),
+    (
+        "deepseek_v3",
+        f"<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>get_weather\n```json\n{WEATHER_JSON}\n```"
+        "<｜tool▁call▁end｜>\n<｜tool▁call▁begin｜>function<｜tool▁sep｜>f\n```json\n{}\n```<｜tool▁call▁end｜>"
+        "<｜tool▁calls▁end｜>So.",
+        "So.",
+        [("get_weather", WEATHER), ("f", {})],
+    ),
+    (
+        "deepseek_v31",
+        f"<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>get_weather<｜tool▁sep｜>{WEATHER_JSON}<｜tool▁call▁end｜>"
+        "<｜tool▁call▁begin｜>f<｜tool▁sep｜>{}<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+        "",
+        [("get_weather", WEATHER), ("f", {})],
+    ),
+    (
+        "kimi_k2",
+        "Well.<|tool_calls_section_begin|><|tool_call_begin|>functions.get_weather:0<|tool_call_argument_begin|>"
+        f"{WEATHER_JSON}<|tool_call_end|><|tool_call_begin|>functions.f:1<|tool_call_argument_begin|>{{}}"
+        "<|tool_call_end|><|tool_calls_section_end|>",
+        "Well.",
+        [("get_weather", WEATHER), ("f", {})],
+    ),
+    (
+        "lfm2",
+        'I look.<|tool_call_start|>[get_weather(location=\'Paris\', unit="celsius"), f(from="<|tool_call_end|>")]'
+        "<|tool_call_end|> So.",
+        "I look.So.",
+        [("get_weather", WEATHER), ("f", {"from": "<|tool_call_end|>"})],
+    ),
+    (
+        "olmo3",
+        "<function_calls>\nadd(a=1)\nf(x='two\\nlines')\n</function_calls>",
+        "",
+        [("add", {"a": 1}), ("f", {"x": "two\nlines"})],
+    ),
     ("pythonic", "<|python_start|>[f()]<|python_end|> So.", "So.", [("f", {})]),
+    ("pythonic", '[f(class="x", b="from = 1")]', "", [("f", {"class": "x", "b": "from = 1"})]),
     (
         "gemma",
         "<start_function_call>call:get_weather{location:<escape>Paris<escape>,unit:<escape>celsius<escape>}<end_function_call>",
@@ -253,6 +322,14 @@ BROKEN = [
     ("qwen3_coder", "<tool_call>\n<function=f>\nno parameter\n</function>\n</tool_call>"),
     ("qwen3_coder", "<tool_call> no function </tool_call>"),
     ("qwen3_coder", "<tool_call>\n<function=f>\n<parameter=x>\n1"),
+    ("glm45", "<tool_call>nobody\n<arg_key>a</arg_key>\n<arg_value>1</arg_value>\n</tool_call> ok"),
+    ("glm45", "<tool_call>f\n<arg_key>a</arg_key>1</tool_call>"),
+    ("minimax_m2", '<minimax:tool_call><invoke name="f"><parameter name="a">1</minimax:tool_call>'),
+    ("kimi_k2", "<|tool_calls_section_begin|><|tool_call_begin|>functions.nobody:0<|tool_call_argument_begin|>{}"),
+    ("deepseek_v31", "<｜tool▁calls▁begin｜>none<｜tool▁calls▁end｜>"),
+    ("lfm2", "<|tool_call_start|>[f(1)]<|tool_call_end|>"),
+    ("lfm2", "<|tool_call_start|>[f(a='<|tool_call_end|>"),
+    ("olmo3", "<function_calls>print</function_calls> on"),
     ("gemma", "<start_function_call>call:add{a:" + "[" * 200),
 ]
 
@@ -376,8 +453,40 @@ PIECES = [
         "[add(a='x\\'', b={'c': [1]})",
         "call:f{a:<escape>x<escape>}",
     ),
+    *(
+        "<function=f>",
+        "<parameter=x>",
+        "</parameter>",
+        "</function>",
+        "<arg_key>a</arg_key>",
+        "<arg_value>1</arg_value>",
+        "<tool_call>f\n",
+    ),
+    *(
+        '<minimax:tool_call><invoke name="f">',
+        '<parameter name="x">',
+        "</invoke>",
+        "</minimax:tool_call>",
+        "<｜tool▁calls▁begin｜>",
+        "<｜tool▁call▁begin｜>function<｜tool▁sep｜>f\n```json\n{}",
+        "```<｜tool▁call▁end｜>",
+        "<｜tool▁sep｜>",
+    ),
+    *(
+        "<|tool_calls_section_begin|><|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{}",
+        "<|tool_call_end|>",
+        "<|tool_call_start|>",
+        "<function_calls>",
+        "</function_calls>",
+    ),
     *('call:add{a:<|"|>x<|"|>,b:[1]}', '"<tool_call>"', "f", "add", "1.5", "true", "é", *'{}[]"\\ \n,;:-<'),
 ]
+OF_A_TEMPLATE = (  # forms that have no name
+    encode(TaggedForm("<tool_call>", "", ":", "<arg_key>", ("=",), ";", "</invoke>", "</function_calls>")),
+    encode(
+        CallForm(("<think>", "[ARGS]"), ("</think>",), ("[ARGS]", "```"), has_names_first=True, before_name="\x00f")
+    ),
+)
 TEXTS = st.lists(
     st.one_of(st.sampled_from(PIECES), st.sampled_from([text for _, text, _, _ in FORMS]), st.text(max_size=4)),
     max_size=8,
@@ -387,7 +496,7 @@ TEXTS = st.lists(
 @examples(400)
 @given(
     text=TEXTS,
-    form=st.sampled_from(["", *TOOL_CALLS, *FORCED]),
+    form=st.sampled_from(["", *TOOL_CALLS, *FORCED, *OF_A_TEMPLATE]),
     reasoning=st.sampled_from(["", *REASONING]),
     data=st.data(),
     max_calls=st.sampled_from([0, 0, 1]),

@@ -1,5 +1,6 @@
 """A stream's bytes: an event for each token, and for a client that is behind one for several."""
 
+import asyncio
 import json
 from types import SimpleNamespace
 from typing import Any
@@ -8,6 +9,7 @@ from msgspec.structs import replace
 
 from services.gateway.answering.responder import Responder
 from services.requests.store.record import make_record
+from shared.process.clock import Clock
 from shared.wire.logprobs import TokenLogprob
 from shared.wire.messages import TokenEvent
 
@@ -90,3 +92,30 @@ def test_joined_events_are_of_one_choice_and_their_ids_are_positions_of_all() ->
     encoded, failure = responder(2)._encode(mixed, positions, joins=True)
     assert events_of(encoded) == [("2,0", 0, "ab", None), ("2,2", 1, "xy", None), ("3,2", 0, "c", None)]
     assert failure is not None and positions == [3, 2]
+
+
+def test_a_client_is_behind_when_it_takes_longer_than_a_tenth_of_a_second_to_take_an_event() -> None:
+    """The clock is that which the response is measured with."""
+    now, pauses = 0.0, iter((0.05, 0.11, 0.05))
+    batches = iter([(0, token(position, "x")), (0, token(position + 1, "y"))] for position in (3, 5, 7))
+    streaming = responder()
+    streaming.measured = SimpleNamespace(  # type: ignore[assignment]
+        clock=Clock(monotonic=lambda: now), event=lambda *_: None, failure=None
+    )
+
+    async def following(timeout_s: float) -> list[tuple[int, TokenEvent]]:
+        return next(batches)
+
+    streaming.generation.next = following  # type: ignore[method-assign]
+
+    async def read() -> list[int]:
+        nonlocal now
+        counts = []
+        async for encoded in streaming._chunks([(0, token(1, "a")), (0, token(2, "b"))]):
+            counts.append(len(events_of(encoded)))
+            if len(counts) == 4:
+                break
+            now += next(pauses)
+        return counts
+
+    assert asyncio.run(read()) == [2, 2, 1, 2]

@@ -10,13 +10,14 @@ from msgspec.structs import replace
 from services.requests.bodies.parse import parse
 from services.requests.dialects.openai.schemas import ChatCompletionBody
 from services.requests.prepare import after_thought
-from services.requests.text.parsing.answer import FORCED, REASONING, TOOL_CALLS, XML, AnswerParser
 from services.requests.text.schemas.prepare import closed
 from shared.model.constraint import Constraint
 from shared.model.files import DEMO_MODEL
 from shared.model.grammar import Vocabulary, compile_grammar, load_vocabulary
+from shared.model.parsing.answer import FORCED, AnswerParser
+from shared.model.parsing.forms import REASONING, TOOL_CALLS
 from shared.process.errors import Invalid
-from shared.process.settings import ReasoningParser, ToolCallParser
+from shared.process.stage_settings import ReasoningParser, ToolCallParser
 from shared.wire.messages import ChatMessage, ToolCall
 
 
@@ -71,7 +72,7 @@ def test_xml_calls_are_read_with_the_parameters_that_are_texts() -> None:
     """A value of any other type is read as JSON."""
     schema = {"type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "integer"}, "unit": True}}
     calling = read(tools=[tool("forecast", parameters=schema), tool("look")]).calling()
-    assert list(calling.parsing(XML, "").texts) == ["forecast.city"]
+    assert list(calling.parsing("qwen3_coder", "").texts) == ["forecast.city"]
     assert list(calling.parsing("hermes", "").texts) == []
 
 

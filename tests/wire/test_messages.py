@@ -72,6 +72,8 @@ def test_defaults_at_the_end_are_not_written() -> None:
     assert msgpack.unpackb(encode(replace(event, finish_reason="stop")))[2:] == ["r", 3, 5, "x", 7, 0, None, "stop"]
     packed = msgpack.unpackb(encode(replace(CANDIDATES.message, temperatures=f32())), strict_map_key=False)
     assert len(packed) == 2 + len(StepCandidates.__struct_fields__), "arrays are, empty or not"
+    sampler = msgpack.unpackb(encode(Replica("sampler", "sampler-1", "host", 7, 1.5)))
+    assert sampler[-1] == {} and len(sampler) == 3 + Replica.__struct_fields__.index("load"), "maps are not"
 
 
 def test_the_first_bytes_ever_written_decode() -> None:
@@ -223,6 +225,11 @@ def test_an_announcement_of_a_newer_version_is_told_once(caplog: pytest.LogCaptu
     for _ in range(3):
         assert decode_replicas(announced) == (REPLICA.message,)
     assert sum("does not decode" in record.getMessage() for record in caplog.records) == 1
+
+
+def test_what_a_newer_version_adds_to_an_announcement_is_passed_over() -> None:
+    newer = msgpack.packb([*msgpack.unpackb(bytes.fromhex(REPLICA.now), strict_map_key=False), "of tomorrow"])
+    assert plain(decode(Replica, newer)) == plain(REPLICA.message)
 
 
 # as compute of the version before announces itself: its load was a map of any names to numbers

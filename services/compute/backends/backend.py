@@ -303,7 +303,9 @@ class Workspace:
 def total_bytes(workspaces: Sequence[Workspace]) -> int:
     """The bytes of models and heads that run one after the other on one backend. Each must have
     reserved its own."""
-    return max((each.shared for each in workspaces), default=0) + sum(each.own for each in workspaces)
+    return max((workspace.shared for workspace in workspaces), default=0) + sum(
+        workspace.own for workspace in workspaces
+    )
 
 
 class Backend(Protocol):

@@ -24,7 +24,7 @@ def to_device(values: Array, device: torch.device) -> Tensor:
 
 def to_device_together(arrays: Sequence[Array], device: torch.device) -> list[Tensor]:
     """Tensors of several arrays' numbers, as to_device makes them, in one copy."""
-    sizes = [-(-each.nbytes // ALIGNMENT) * ALIGNMENT for each in arrays]
+    sizes = [-(-array.nbytes // ALIGNMENT) * ALIGNMENT for array in arrays]
     held = np.zeros(max(sum(sizes), ALIGNMENT), np.uint8)  # an empty tensor can't be pinned and viewed
     starts = list(accumulate(sizes, initial=0))
     for each, start in zip(arrays, starts, strict=False):

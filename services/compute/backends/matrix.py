@@ -274,7 +274,7 @@ class Joined:
 
     @property
     def shape(self) -> torch.Size:
-        return torch.Size((sum(each.shape[0] for each in self.parts), self.parts[0].shape[1]))
+        return torch.Size((sum(part.shape[0] for part in self.parts), self.parts[0].shape[1]))
 
     @property
     def device(self) -> torch.device:
@@ -285,7 +285,7 @@ class Joined:
 
     def dequantize(self, dtype: torch.dtype) -> Tensor:
         """Returns [n, k]."""
-        return torch.cat([each.dequantize(dtype) for each in self.parts])
+        return torch.cat([part.dequantize(dtype) for part in self.parts])
 
 
 Matrix = OneForm | Joined
@@ -295,8 +295,8 @@ def concatenate(parts: Sequence[Matrix], dtype: torch.dtype) -> Matrix:
     """Matrices with the same inputs as one, along the outputs. Those next to each other that have
     the same form become one of that form."""
     runs: list[list[OneForm]] = []
-    for each in parts:
-        for one in each.parts if isinstance(each, Joined) else (each,):
+    for part in parts:
+        for one in part.parts if isinstance(part, Joined) else (part,):
             if runs and _are_alike(runs[-1][0], one):
                 runs[-1].append(one)
             else:
@@ -311,14 +311,14 @@ def _join(parts: Sequence[OneForm], dtype: torch.dtype) -> OneForm:
     if len(parts) == 1:
         return first
     if isinstance(first, Float8):
-        return _join_float8([each for each in parts if isinstance(each, Float8)])
+        return _join_float8([part for part in parts if isinstance(part, Float8)])
     if isinstance(first, Dense):
-        return Dense(torch.cat([each.dequantize(dtype) for each in parts]))
+        return Dense(torch.cat([part.dequantize(dtype) for part in parts]))
     names = (
         first.by_group() if isinstance(first, Grouped) else () if isinstance(first, Int8Columns) else ("zeros", "steps")
     )
     joined: dict[str, Any] = {
-        name: torch.cat([getattr(each, name) for each in parts]) for name in {"codes", "scales", *names}
+        name: torch.cat([getattr(part, name) for part in parts]) for name in {"codes", "scales", *names}
     }
     return replace(first, **joined)
 
@@ -327,11 +327,11 @@ def _join_float8(parts: Sequence[Float8]) -> Float8:
     """Join matrices of the same dtype and groups. A block that would reach from one matrix into the
     next gets a scale for each output."""
     height = parts[0].height
-    if any(each.height != height for each in parts) or any(each.shape[0] % height for each in parts[:-1]):
-        parts = [each.by_output() for each in parts]
+    if any(part.height != height for part in parts) or any(part.shape[0] % height for part in parts[:-1]):
+        parts = [part.by_output() for part in parts]
     return Float8(
-        torch.cat([each.codes for each in parts]),
-        torch.cat([each.scales for each in parts]),
+        torch.cat([part.codes for part in parts]),
+        torch.cat([part.scales for part in parts]),
         parts[0].group,
         parts[0].height,
     )

@@ -1,6 +1,7 @@
 """BlockManager: which sequence has which blocks of the KV cache. The tensors are kv_cache.py's.
 
-A block is held by the sequences in whose tables it is (its reference count), or it is free. A full
+A block is held by the sequences in whose tables it is (its reference count), or it is free. `grow` and
+`adopt` take free blocks, `share`, `fork` and `reuse` hold blocks that are there, `free` gives back. A full
 block whose KV is written is also offered to the prefix cache, under a hash of its tokens chained to
 its parent's. It stays there when no sequence holds it any more, until its place is needed: such blocks
 count as free, and are evicted in the order in which they were released. A block that is cached or held
@@ -30,11 +31,21 @@ class BlockManager:
     have the same keys and values, for sequences of one salt.
     """
 
-    def __init__(self, num_blocks: int, block_size: int, *, prefix_caching: bool = True, fingerprint: str = "") -> None:
-        """fingerprint: of what computes the blocks, as prefix_root has it."""
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        *,
+        prefix_caching: bool = True,
+        fingerprint: str = "",
+        keeps_states: bool = False,
+    ) -> None:
+        """fingerprint: of what computes the blocks, as prefix_root has it; keeps_states: the model keeps states of
+        its sequences, too, which are not shared, and can't go back."""
         self.num_blocks = num_blocks
         self.block_size = block_size
-        self.prefix_caching = prefix_caching
+        self.prefix_caching = prefix_caching and not keeps_states
+        self.keeps_states = keeps_states
         self.fingerprint = fingerprint
         self.ref_counts = [0] * num_blocks
         # of the blocks in the prefix cache

@@ -110,9 +110,7 @@ def choose_num_blocks(
     free = max(free_memory(backend.device) - workspace_bytes, 0)
     wanted = settings.kv_cache_memory
     if wanted is None:
-        wanted_bytes = int(
-            free * (settings.kv_cache_share or (CUDA_SHARE if backend.device.type == "cuda" else CPU_SHARE))
-        )
+        wanted_bytes = int(free * choose_share(settings, backend.device))
     elif wanted <= free:
         wanted_bytes = int(wanted)
     else:
@@ -124,6 +122,11 @@ def choose_num_blocks(
             "raise --kv-cache-memory"
         )
     return wanted_bytes // block_bytes
+
+
+def choose_share(settings: ComputeSettings, device: torch.device) -> float:
+    """The share of the free memory that the cache may have."""
+    return settings.kv_cache_share or (CUDA_SHARE if device.type == "cuda" else CPU_SHARE)
 
 
 def free_memory(device: torch.device) -> int:

@@ -170,12 +170,12 @@ class Constraints:
             return token_ids
         return self._ask(sequence.handle, lambda state: token_ids[: state.validate_tokens(token_ids)])
 
-    def forced(self, sequence: Sequence, most: int) -> list[int]:
+    def forced(self, sequence: Sequence, max_tokens: int) -> list[int]:
         """The tokens that its grammar leaves no choice about behind the sequence's, so many at
-        most: another may come where they can be put together otherwise."""
+        max_tokens: another may come where they can be put together otherwise."""
         if sequence.handle not in self.matchers:
             return []
-        return self._ask(sequence.handle, lambda state: state.compute_ff_tokens()[:most])
+        return self._ask(sequence.handle, lambda state: state.compute_ff_tokens()[:max_tokens])
 
     def _ask(self, handle: int, question: Callable[[LLMatcher], list[int]]) -> list[int]:
         """Asks the matcher's state behind its sequence's last token. The loop waits for the answer, so it

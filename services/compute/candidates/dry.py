@@ -38,11 +38,11 @@ def dry_penalties(token_ids: Array, params: DryParams, breakers: Breakers) -> tu
     return tokens, np.minimum(params.multiplier * params.base**exponents, np.finfo(np.float32).max).astype(np.float32)
 
 
-def repeatable(history: Array, breakers: Breakers, most: int) -> int:
+def repeatable(history: Array, breakers: Breakers, longest: int) -> int:
     """How many tokens back from the end of the history a repetition may reach: to the first
-    breaker, `most` of them at most."""
+    breaker, `longest` of them at most."""
     reach = max((len(tail) for tails in breakers.values() for tail in tails), default=0)
-    tokens = history[: -(most + reach + 2) : -1].tolist()
+    tokens = history[: -(longest + reach + 2) : -1].tolist()
     for back, token in enumerate(tokens):
         matches = [
             len(tail)
@@ -50,8 +50,8 @@ def repeatable(history: Array, breakers: Breakers, most: int) -> int:
             if len(tail) <= back and tuple(tokens[back - len(tail) : back][::-1]) == tail
         ]
         if matches:
-            return min(back - max(matches), most)
-    return most
+            return min(back - max(matches), longest)
+    return longest
 
 
 def repeat_lengths(history: Array, longest: int) -> Array:

@@ -94,7 +94,7 @@ def join_scored(parts: list[ScoredTokens]) -> ScoredTokens:
             np.zeros(0, np.float32), np.zeros(0, np.int32), np.zeros((0, 0), np.int32), np.zeros((0, 0), np.float32)
         )
     names = ("logprobs", "ranks", "top_token_ids", "top_logprobs")
-    return ScoredTokens(*(np.concatenate([getattr(each, name) for each in parts]) for name in names))
+    return ScoredTokens(*(np.concatenate([getattr(part, name) for part in parts]) for name in names))
 
 
 def prompt_logprobs(sequence: Sequence) -> PromptLogprobs | None:

@@ -114,8 +114,8 @@ def gather(chosen: list[tuple[CandidateRows, list[int]]]) -> CandidateRows:
         columns = [getattr(rows, name)[indices] for rows, indices in chosen]
         if columns[0].ndim == 2:
             columns = [
-                each if each.shape[1] == width else np.pad(each, ((0, 0), (0, width - each.shape[1])))
-                for each in columns
+                column if column.shape[1] == width else np.pad(column, ((0, 0), (0, width - column.shape[1])))
+                for column in columns
             ]
         return np.concatenate(columns)[order]
 

@@ -1,5 +1,5 @@
-"""ActiveRequest: all that compute knows of a request that it answers for, from its claim to its end. The
-room of each part says what it means: this module holds data only."""
+"""ActiveRequest: all that compute knows of a request that it answers for, from its claim to its end. This
+module holds data only: what a part means is said in the module that uses it."""
 
 import time
 from collections.abc import Iterable

@@ -66,6 +66,11 @@ class Model(Protocol):
         says."""
         ...
 
+    @property
+    def state_bytes(self) -> int:
+        """Bytes that a running sequence needs in addition to its keys and values: of states that can't go back."""
+        ...
+
     def workspace(self, num_tokens: int, num_logits: int, max_model_len: int) -> Workspace:
         """Bytes that a step of so many tokens needs. num_logits: rows that get logits."""
         ...
@@ -176,7 +181,7 @@ class ModelRunner:
         input_ids: list[int] = []
         positions: list[int] = []
         for row in batch.rows:
-            input_ids.extend(row.token_ids if not row.images else [max(0, each) for each in row.token_ids])
+            input_ids.extend(row.token_ids if not row.images else [max(0, token_id) for token_id in row.token_ids])
             positions.extend(
                 range(row.num_computed_tokens + row.position_shift, row.num_context_tokens + row.position_shift)
             )
@@ -195,6 +200,7 @@ class ModelRunner:
             overlay=self._overlay(batch),
             last_seen=last_seen_of(batch),
             handles=[row.handle for row in batch.rows],
+            left=batch.left,
         )
         self._prepared = logit_rows, prepared.logit_rows
         plan = self.model.plan(prepared, block_size)

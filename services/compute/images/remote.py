@@ -107,7 +107,7 @@ class RemoteEncoder:
         return has_lost_one
 
     def _read(self, questions: list[PendingEncode]) -> dict[str, tuple[str, Tensor | Invalid]]:
-        messages = [each.message for each in questions]
+        messages = [question.message for question in questions]
         places = [embeddings_key(self.fingerprint, each.image.key) for each in messages]
         refusals = [embeddings_key(self.fingerprint, each.image.key, each.response_id) for each in messages]
         [found] = self.stage.transport.run(lambda pipe: pipe.mget([*places, *refusals]))
@@ -130,8 +130,8 @@ class RemoteEncoder:
         key = wanted_images_key(self.fingerprint)
 
         def write(pipe: Pipeline) -> None:
-            for each in questions:
-                pipe.rpush(key, encode(each.message))
+            for question in questions:
+                pipe.rpush(key, encode(question.message))
             pipe.expire(key, WANTED_TTL_S)
 
         if questions:

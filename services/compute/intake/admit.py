@@ -201,16 +201,16 @@ class Admitter:
             elif is_cancelled:
                 self._refuse(delivery, None)
             elif (
-                active := self._open(
+                active := self._make_active(
                     delivery,
                     logs.get(delivery.entry_id, []),
                     reader.decode() if reader else delivery.message.gateway_id,
                 )
             ) is not None:
                 admitted.append((delivery, active))
-        self._begin(admitted)
+        self._begin_or_hold(admitted)
 
-    def _open(self, delivery: Delivery, log_entries: Any, gateway_id: str | None) -> ActiveRequest | None:
+    def _make_active(self, delivery: Delivery, log_entries: Any, gateway_id: str | None) -> ActiveRequest | None:
         """A request with the tokens its log already holds; None if it has ended, or ends here."""
         request: TokenizedRequest = delivery.message
         try:
@@ -328,7 +328,7 @@ class Admitter:
             Tokens(prompt + [event.token_id for event in logged if event.token_id is not None], len(prompt)),
         )
 
-    def _begin(self, admitted: list[tuple[Delivery, ActiveRequest]]) -> None:
+    def _begin_or_hold(self, admitted: list[tuple[Delivery, ActiveRequest]]) -> None:
         """Hand requests to the scheduler; those that were in a step when their replica died, to the
         quarantine first."""
         verdicts = self._judge(
@@ -368,9 +368,9 @@ class Admitter:
         )
         return dict(zip((delivery.entry_id for delivery, _ in orphans), verdicts, strict=True))
 
-    def open(self) -> list[tuple[Sequence, RequestError]]:
+    def queue_compiled(self) -> list[tuple[Sequence, RequestError]]:
         """Queue the sequences whose grammars have been compiled. Returns those whose grammars can't be."""
-        return self._opened(self.constraints.opened())
+        return self._queue_opened(self.constraints.opened())
 
     def encode(self) -> list[tuple[Sequence, RequestError]]:
         """Go on with images, and queue the sequences that have all of theirs. Returns those whose images
@@ -378,9 +378,11 @@ class Admitter:
         if self.images is None or not self.images.opening:
             return []
         late = [(sequence, TIMEOUT_ERROR) for sequence in self.images.expired(self.wall_clock())]
-        return late or self._opened(self.images.step(is_busy=bool(self.scheduler.running)))
+        return late or self._queue_opened(self.images.step(is_busy=bool(self.scheduler.running)))
 
-    def _opened(self, outcomes: list[tuple[Sequence, RequestError | None]]) -> list[tuple[Sequence, RequestError]]:
+    def _queue_opened(
+        self, outcomes: list[tuple[Sequence, RequestError | None]]
+    ) -> list[tuple[Sequence, RequestError]]:
         """Queue those without an error, and return the others."""
         for sequence in [sequence for sequence, error in outcomes if error is None]:
             self.queue(sequence)

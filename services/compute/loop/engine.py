@@ -3,7 +3,7 @@
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal, overload
 
@@ -14,13 +14,21 @@ from services.compute.backends.backend import Backend, total_bytes
 from services.compute.backends.choose import choose_backend, choose_device
 from services.compute.backends.torch.backend import TorchBackend
 from services.compute.cache.block_manager import BlockManager
-from services.compute.cache.kv_cache import CacheShape, KVCache, choose_group, choose_num_blocks, free_memory
+from services.compute.cache.kv_cache import (
+    CacheShape,
+    KVCache,
+    choose_group,
+    choose_num_blocks,
+    choose_share,
+    free_memory,
+)
 from services.compute.cache.kv_tier import KVTier
 from services.compute.execution.model_runner import PROMPT_ROWS, Model, ModelRunner
 from services.compute.images.encoding import ImageEncoding
 from services.compute.images.tower import VisionTower, load_tower
 from services.compute.loop.warm_up import check_numbers, first_kernels, record_steps, warm_up
 from services.compute.models.architectures import is_native, read_config
+from services.compute.models.config import Packed
 from services.compute.models.decoder import Decoder
 from services.compute.models.library_errors import refusals
 from services.compute.ranks.group.commands import Loaded
@@ -104,6 +112,28 @@ def choose_limits(settings: ComputeSettings, device: torch.device) -> BatchLimit
     return BatchLimits(settings.max_num_seqs or num_seqs, settings.max_batched_tokens or num_tokens)
 
 
+def bound_by_states(settings: ComputeSettings, limits: BatchLimits, model: Model) -> BatchLimits:
+    """As many places as there is memory for their sequences' states: by default half of the KV cache's
+    share. Raises StartupError if that is too little for the number asked for."""
+    if not model.state_bytes:
+        return limits
+    free, count = free_memory(model.backend.device), limits.max_num_seqs
+    if settings.max_num_seqs is None:
+        count = max(1, min(count, int(free * choose_share(settings, model.backend.device) / 2) // model.state_bytes))
+    if count * model.state_bytes > free:
+        raise StartupError(
+            f"--max-num-seqs {count}: the states of as many sequences take {size_text(count * model.state_bytes)}, and "
+            f"{size_text(free)} are free beside the weights"
+        )
+    log.info(
+        "the model keeps states of its sequences: each computes its whole prompt, and every token when the log holds "
+        "the one before",
+        state=size_text(model.state_bytes),
+        max_num_seqs=count,
+    )
+    return replace(limits, max_num_seqs=count)
+
+
 def choose_dtype(name: str, files: ModelFiles, device: torch.device) -> torch.dtype:
     """The dtype in --dtype, or the checkpoint's; bfloat16 in place of float16 on a CPU, which computes
     that slowly. Raises StartupError for --dtype float16 on a CPU."""
@@ -158,31 +188,31 @@ def load_model(
             attention_output=settings.quantize_attention_output,
             lm_head=settings.quantize_lm_head,
         )
-    if settings.quantization != "none" or settings.quantize_attention_output:
-        option = (
-            f"--quantization {settings.quantization}"
-            if settings.quantization != "none"
-            else "--quantize-attention-output"
-        )
-        raise StartupError(
-            f"{option}: layers of the transformers library are not quantized, only native models are (--model-impl)"
-        )
     try:
         # seconds that a native model need not wait
         from services.compute.models.encoder_model import is_encoder, load_classifier, load_encoder
         from services.compute.models.transformers_model import load_transformers_model
-        from services.compute.weights.gguf_modules import load_gguf_modules
+        from services.compute.weights.library_modules import load_library_modules
     except ImportError as error:
         raise StartupError(
             f"{files.name} runs on the transformers library only, which can't be loaded here: {error}"
         ) from None
     with refusals(files.name):
-        if files.labels:
-            return load_classifier(files.folder, TorchBackend(backend.dtype, backend.device))
-        if is_encoder(files.config, files.folder):
-            return load_encoder(files.folder, TorchBackend(backend.dtype, backend.device))
-        load = partial(load_gguf_modules, files.weights, backend) if files.weights.is_file() else None
-        return load_transformers_model(files.folder, backend, max_model_len, load)
+        if files.labels or is_encoder(files.config, files.folder):
+            if settings.quantization != "none":
+                raise StartupError(
+                    f"--quantization {settings.quantization}: {files.name} is an encoder; these are not quantized"
+                )
+            load = load_classifier if files.labels else load_encoder
+            return load(files.folder, TorchBackend(backend.dtype, backend.device))
+        packing = Packed(
+            settings.quantization,
+            int(settings.quantization_group),
+            settings.quantize_attention_output,
+            settings.quantize_lm_head,
+        )
+        load_modules = partial(load_library_modules, files.weights, backend, packing)
+        return load_transformers_model(files.folder, backend, max_model_len, load_modules)
 
 
 def build_engine(settings: ComputeSettings, files: ModelFiles, group: Group | None = None) -> Engine:
@@ -259,7 +289,7 @@ def load_models(settings: ComputeSettings, files: ModelFiles, end: Group | Membe
             model,
             load_draft_models(speculators, settings, files, model, limit, place),
             speculators,
-            limits,
+            bound_by_states(settings, limits, model),
             limit,
         )
 
@@ -273,7 +303,7 @@ def load_engine(settings: ComputeSettings, files: ModelFiles, group: Group | Non
     heads = load_heads(settings, speculators, model)
     images = load_images(settings, limits, files, model)
     is_encoder = not model.splits_prompts
-    workspace_bytes = reserve(settings, loaded, heads)
+    workspace_bytes = reserve(settings, loaded, heads) + limits.max_num_seqs * model.state_bytes
     caches = [*cached_models(loaded, group), *([heads.config] if isinstance(heads, EagleHead) else [])]
     identity = fingerprint(settings, files, model.backend)
     if group is not None:
@@ -318,8 +348,9 @@ def load_engine(settings: ComputeSettings, files: ModelFiles, group: Group | Non
         workspace_mib=workspace_bytes >> 20,
         max_model_len=size.max_model_len,
     )
-    scheduler = make_scheduler(settings, limits, size, identity.kv, is_encoder=is_encoder)
-    stored = None if is_encoder else open_stored(settings, model, kv_cache, group)
+    keeps_states = model.state_bytes > 0
+    scheduler = make_scheduler(settings, limits, size, identity.kv, is_encoder=is_encoder, keeps_states=keeps_states)
+    stored = None if is_encoder or keeps_states else open_stored(settings, model, kv_cache, group)
     head_proposers = [] if heads is None else [make_head_proposer(heads, runner, settings)]
     return Engine(
         scheduler,
@@ -503,15 +534,23 @@ def smallest(limit: int | None, other: int | None) -> int | None:
 
 
 def make_scheduler(
-    settings: ComputeSettings, limits: BatchLimits, size: CacheCapacity, kv_fingerprint: str, *, is_encoder: bool
+    settings: ComputeSettings,
+    limits: BatchLimits,
+    size: CacheCapacity,
+    kv_fingerprint: str,
+    *,
+    is_encoder: bool,
+    keeps_states: bool,
 ) -> Scheduler:
     """The scheduler that the settings ask for. An encoder computes each text whole, so the longest
-    fits in a step, and no text shares another's blocks. kv_fingerprint: of the cache's contents."""
+    fits in a step, and no text shares another's blocks; nor does a sequence whose states the model keeps.
+    kv_fingerprint: of the cache's contents."""
     block_manager = BlockManager(
         size.num_blocks,
         settings.block_size,
         prefix_caching=settings.prefix_caching and not is_encoder,
         fingerprint=kv_fingerprint,
+        keeps_states=keeps_states,
     )
     return Scheduler(
         block_manager,
@@ -522,7 +561,7 @@ def make_scheduler(
         else limits.max_batched_tokens,
         aging_s=settings.aging_s,
         target_itl_s=settings.target_itl_ms / 1000 if settings.target_itl_ms is not None else None,
-        run_ahead=settings.run_ahead,
+        run_ahead=0 if keeps_states else settings.run_ahead,
     )
 
 

@@ -53,17 +53,6 @@ class Flight:
     drawn: DrawnTokens | None
 
 
-@dataclass(frozen=True, slots=True)
-class Collected:
-    """The outcome of a step, for the sequences that still wait for it."""
-
-    rows: CandidateRows  # of the tokens that stand
-    decided: dict[int, int]  # by handle, how many of them are its own
-    failures: dict[int, RequestError]  # by handle
-    is_urgent: bool  # a sequence begins or ends with its token
-    num_surplus: int  # rows of the next step, which runs already, that are dropped
-
-
 def rows_still_valid(batch: ScheduledBatch, scheduler: Scheduler) -> dict[RowKey, Prefix]:
     """The rows of logits that a step samples, in its order, without those of sequences that have ended
     since, or whose rows were computed from a wrong token."""
@@ -107,9 +96,13 @@ def launch(
     return Flight(batch, hidden, reduction, rows, began_at, drawn)
 
 
-def collect(flight: Flight, scheduler: Scheduler) -> Collected:
+def collect(flight: Flight, scheduler: Scheduler) -> tuple[CandidateRows, dict[int, RequestError], int]:
     """Wait for the candidates. A PENDING token becomes the one that the sampler will decide, or is dropped
-    with the drafts that were not drawn; behind a token that ends its sequence nothing is computed."""
+    with the drafts that were not drawn; behind a token that ends its sequence nothing is computed.
+
+    Returns, for the sequences that still wait for the step, the rows of the tokens that stand, and failures
+    by handle; and how many rows of the next step, which runs already, are dropped.
+    """
     rows = flight.reduction.finish()
     chosen = dict(zip(rows.keys, rows.chosen.tolist(), strict=True))
     drawn_ids = flight.reduction.searching.read_drawn()
@@ -119,9 +112,8 @@ def collect(flight: Flight, scheduler: Scheduler) -> Collected:
         else dict(zip([prefix.key for prefix in flight.reduction.prefixes], drawn_ids.tolist(), strict=True))
     )
     kept: set[RowKey] = set()
-    decided: dict[int, int] = {}
     failures: dict[int, RequestError] = {}
-    is_urgent, num_surplus = False, 0
+    num_surplus = 0
     for row in flight.batch.rows:
         prefixes = [flight.rows[key] for key in takewhile(flight.rows.__contains__, row.decides)]
         if not prefixes or not is_waiting(prefixes[0]):
@@ -139,12 +131,10 @@ def collect(flight: Flight, scheduler: Scheduler) -> Collected:
             sequence.tokens.end()
         if all_stand:
             num_surplus += num_computed - sequence.kv.num_computed
-        is_urgent |= sequence.tokens.is_ending or standing[0].position == 1
-        decided[row.handle] = len(standing)
         kept.update(prefix.key for prefix in standing)
     if len(kept) < len(chosen):
         rows = rows.only([at for at, key in enumerate(chosen) if key in kept])
-    return Collected(rows, decided, failures, is_urgent, num_surplus)
+    return rows, failures, num_surplus
 
 
 def stands(prefixes: list[Prefix], chosen: dict[RowKey, int]) -> list[Prefix]:

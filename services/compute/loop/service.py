@@ -12,7 +12,7 @@ launched (depth 1), and a model in n stages has n steps on their way. All send t
 """
 
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -287,14 +287,16 @@ class ComputeService:
         self.meter.lap("forward")
         if self.spans is not None:
             self.spans.computed(batch, self.active, self.wall_clock() - (time.perf_counter() - flight.began_at))
-        collected = collect(flight, self.scheduler)
-        self.speculation.computed(batch, flight.hidden, collected.decided)
+        rows, failures, num_surplus = collect(flight, self.scheduler)
+        num_decided = Counter(rows.handles.tolist())
+        self.speculation.computed(batch, flight.hidden, num_decided)
         self.meter.lap("reduce")
-        if len(collected.rows.handles):
-            self.exchange.send(collected.rows, is_urgent=collected.is_urgent)
+        if num_decided:
+            is_end = any(self.active[handle].sequence.tokens.is_ending for handle in num_decided)
+            self.exchange.send(rows, is_urgent=is_end or bool((rows.positions == 1).any()))
             self.meter.lap("publish")
-        self.fail(collected.failures)
-        self.num_surplus_tokens += collected.num_surplus
+        self.fail(failures)
+        self.num_surplus_tokens += num_surplus
         self.num_prompt_tokens += batch.num_prompt_tokens
         seconds = self.meter.end(batch.num_tokens, flight.began_at)
         self.speculation.timed(batch, seconds)
@@ -330,7 +332,7 @@ class ComputeService:
             self.handle_control(message)
         self.admitter.admit(inbox.prompts, inbox.dead)
         self.admitter.steal()
-        for sequence, error in self.admitter.open():
+        for sequence, error in self.admitter.queue_compiled():
             self.cancel(self.active[sequence.handle], error)
         for sequence in self.scheduler.waiting.expired(self.wall_clock()):
             self.cancel(self.active[sequence.handle], TIMEOUT_ERROR)

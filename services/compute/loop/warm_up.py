@@ -54,12 +54,12 @@ def record_steps(runner: ModelRunner, max_num_seqs: int) -> None:
 
 
 def make_step(runner: ModelRunner, lens: list[int], *, has_holes: bool = False) -> ScheduledBatch:
-    """A step of sequences of these lengths, in tokens."""
+    """A step of sequences of these lengths, in tokens; their handles are none of the scheduler's."""
     table = tuple(range(min(runner.kv_cache.num_blocks, CHUNK)))
     block_lens = (runner.kv_cache.block_size,) * len(table) if has_holes else ()
     rows = tuple(
         BatchRow(handle, (0,) * length, 0, table, range(length - 1, length), block_lens=block_lens)
-        for handle, length in enumerate(lens)
+        for handle, length in enumerate(lens, -len(lens))
     )
     return ScheduledBatch(rows, lens.count(1))
 
@@ -69,7 +69,7 @@ def check_numbers(runner: ModelRunner, name: str) -> None:
     fail each request by itself.
     """
     draws = runner.model.splits_prompts  # an encoder has no logits
-    batch = ScheduledBatch((BatchRow(0, (0,), 0, (0,), range(draws), pooled=range(not draws)),), int(draws))
+    batch = ScheduledBatch((BatchRow(-1, (0,), 0, (0,), range(draws), pooled=range(not draws)),), int(draws))
     hidden = runner.run(batch)
     numbers = runner.logits(batch, hidden) if draws else runner.pooled_states(batch, hidden)
     if not bool(torch.isfinite(numbers.amax())):  # of a row with a NaN, that is the largest

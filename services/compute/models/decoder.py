@@ -46,6 +46,7 @@ class ForwardBatch:
     overlay: Overlay | None = None  # of the embeddings of input_ids
     last_seen: list[int] | None = None  # see AttentionInputs
     handles: list[int] | None = None  # see AttentionInputs
+    left: tuple[int, ...] = ()  # see ScheduledBatch
 
 
 class EmbeddingRows(Protocol):
@@ -67,6 +68,7 @@ class Decoder:
     splits_prompts = takes_segments = True
     is_row_invariant = True
     longest_text = None
+    state_bytes = 0
 
     def __init__(
         self,

@@ -7,9 +7,9 @@ Two ways; a model takes the first that it can:
 tokens of a step are one row; each layer's K and V go to
   their slots, and each sequence attends to its own blocks. Who sees whom is the rule from which the
   library makes its masks, asked for the positions.
-* **one by one**: its layers attend in code of their own, after handing K and V to a cache. Each
-sequence of a step is a forward pass of its own, over
-  a cache object that writes to the blocks and reads from them.
+* **one by one**: its layers attend in code of their own, after handing K and V to a cache, or keep
+states as well (recurrent_states.py). Each sequence of a step is a forward pass of its own, over
+  a cache object that writes to the blocks and reads from them, and has the sequence's states.
 """
 
 from collections.abc import Callable
@@ -24,7 +24,9 @@ from transformers import AttentionInterface, AttentionMaskInterface, Cache
 
 from services.compute.backends.torch.reference import read_kv, write_kv
 from services.compute.models.decoder import ForwardBatch
+from services.compute.models.kernel_attention import KernelStep, PlainAttention
 from services.compute.models.library_errors import first_line
+from services.compute.models.recurrent_states import LayerState, SequenceStates
 
 ATTENTION = "penstock"
 # of attention: what this one does not compute
@@ -34,18 +36,7 @@ FAR = 1 << 20
 # positions that a mask's rule is asked for: in a block, in a window, in a chunk, and beyond each
 ASKED = (0, 1, 2, 15, 16, 23, 24, 63, 64, 511, 512, 1023, 4095, 4096, 8192, 131_072, FAR)
 OTHER_STATE = "it keeps other state than keys and values"
-# questions of a cache's state
-STATES = frozenset(
-    (
-        "get_conv_state",
-        "get_recurrent_state",
-        "has_previous_state",
-        "is_recording_past",
-        "update_conv_state",
-        "update_indexer",
-        "update_recurrent_state",
-    )
-)
+STATES = frozenset(("has_previous_state", "update_indexer"))  # questions of a state that no cache here has
 
 
 class Unsupported(Exception):
@@ -81,6 +72,7 @@ class LayerShape:
     num_kv_heads: int
     k_dim: int
     v_dim: int
+    plain: PlainAttention | None = None  # None: no kernel knows its mask, or it was not looked at
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +82,7 @@ class AttentionTerms:
     scale: float | None
     softcap: float | None
     sinks: Tensor | None
+    window: int | None = None  # that its module says; the mask decides
 
 
 class Step(Protocol):
@@ -130,7 +123,7 @@ def attend_in_step(
     if not isinstance(attention_mask, MaskRule):
         raise Unsupported("its attention makes masks of its own")
     q, k, v = (each[0].transpose(0, 1) for each in (query, key, value))
-    form = AttentionTerms(scaling, terms.get("softcap"), terms.get("s_aux"))
+    form = AttentionTerms(scaling, terms.get("softcap"), terms.get("s_aux"), terms.get("sliding_window"))
     return current_step.get().attend(module.layer_idx, q, k, v, attention_mask, form)[None], None  # type: ignore[arg-type]
 
 
@@ -213,7 +206,15 @@ def group_sequences(batch: ForwardBatch, block_size: int, *, is_each_alone: bool
 class RaggedStep:
     """A step whose sequences stand in one row."""
 
-    def __init__(self, slot_mapping: Tensor, groups: list[AttentionBatch], layers: dict[int, PagedLayer]) -> None:
+    def __init__(
+        self,
+        slot_mapping: Tensor,
+        groups: list[AttentionBatch],
+        layers: dict[int, PagedLayer],
+        kernels: KernelStep | None = None,
+    ) -> None:
+        """groups: for the layers that have no kernel."""
+        self.kernels = kernels
         self.layers = layers
         self.slot_mapping = slot_mapping
         self.groups = groups
@@ -222,6 +223,8 @@ class RaggedStep:
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, rule: MaskRule, form: AttentionTerms) -> Tensor:
         paged = self.layers[layer]
+        if self.kernels is not None and layer in self.kernels.layers:
+            return self.kernels.attend(layer, (q, k, v), paged.kv, form.sinks)
         paged.write(k, v, self.slot_mapping)
         out = q.new_empty((*q.shape[:2], v.shape[-1]))
         for number, group in enumerate(self.groups):
@@ -250,6 +253,7 @@ class Handed:
     k: Tensor
     v: Tensor
     mask: Tensor  # of ASKED
+    plain: PlainAttention | None
 
 
 class Probe:
@@ -258,15 +262,28 @@ class Probe:
     def __init__(self) -> None:
         self.handed: dict[int, Handed] = {}
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, rule: MaskRule, form: AttentionTerms) -> Tensor:  # noqa: ARG002
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, rule: MaskRule, form: AttentionTerms) -> Tensor:
         if layer in self.handed:
             raise Unsupported(f"its layer {layer} attends more than once")
         asked = torch.tensor(ASKED, device=q.device)
         mask = rule.ask(asked[None], asked)
         if bool((mask & (asked > asked[:, None])).any()):
             raise Unsupported("its attention is not causal")
-        self.handed[layer] = Handed(q, k, v, mask)
+        self.handed[layer] = Handed(q, k, v, mask, plain_attention(q, rule, form))
         return v.repeat_interleave(q.shape[1] // v.shape[1], 1)
+
+
+def plain_attention(q: Tensor, rule: MaskRule, form: AttentionTerms) -> PlainAttention | None:
+    """The same for a kernel; None: the rule is neither that of all tokens before, nor of the last ones."""
+    for window in (form.window, None):
+        near = () if window is None else (window - 1, window, window + 1)
+        places = torch.tensor(sorted({*ASKED, *near, *(FAR - each for each in near)}), device=q.device)
+        queries = places[:, None]
+        expected = places <= queries if window is None else (places <= queries) & (places > queries - window)
+        if torch.equal(rule.ask(places[None], places).expand(1, 1, *expected.shape)[0, 0], expected):
+            scale = q.shape[-1] ** -0.5 if form.scale is None else form.scale
+            return PlainAttention(q.shape[1], window, scale, form.softcap or 0.0)
+    return None
 
 
 class PassingCache(Cache):  # type: ignore[misc]
@@ -279,9 +296,11 @@ class PassingCache(Cache):  # type: ignore[misc]
     is_sliding = is_linear = is_dummy = ()  # every layer holds all tokens
     is_compileable = False
 
-    def __init__(self, length: int = 0) -> None:
-        """length: how many tokens are said to be in it."""
+    def __init__(self, length: int = 0, states: SequenceStates | None = None) -> None:
+        """length: how many tokens are said to be in it; states: of the one sequence that it is of, which the
+        pass brings up to date; None: of a cache that has none."""
         self.length = length
+        self.states = states
         self.shapes: dict[int, LayerShape] = {}  # of the layers that have handed over K and V
         self.num_new = 0  # tokens that these handed over
 
@@ -315,14 +334,44 @@ class PassingCache(Cache):  # type: ignore[misc]
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:  # noqa: ARG002
         return self.length + query_length, 0
 
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        return self.state(layer_idx, state_idx).inputs
+
+    def update_conv_state(
+        self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, conv_kernel_size: int | None = None
+    ) -> Tensor:
+        return self.state(layer_idx, state_idx).add_inputs(conv_states, conv_kernel_size)
+
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        return self.state(layer_idx, state_idx).recurrent
+
+    def update_recurrent_state(self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0) -> Tensor:
+        return self.state(layer_idx, state_idx).set_recurrent(recurrent_states)
+
+    def is_recording_past(self, layer_idx: int) -> bool:  # noqa: ARG002
+        """States are never taken back."""
+        return False
+
+    def state(self, layer_idx: int, state_idx: int) -> LayerState:
+        if self.states is None:
+            raise Unsupported(OTHER_STATE)
+        return self.states.layers.setdefault((layer_idx, state_idx), LayerState())
+
 
 class SequenceCache(PassingCache):
     """The cache of the one-by-one way: the blocks of one sequence, which holds `length` tokens
     before the pass."""
 
-    def __init__(self, layers: dict[int, PagedLayer], block_table: Tensor, slot_mapping: Tensor, length: int) -> None:
+    def __init__(
+        self,
+        layers: dict[int, PagedLayer],
+        block_table: Tensor,
+        slot_mapping: Tensor,
+        length: int,
+        states: SequenceStates | None = None,
+    ) -> None:
         """block_table: [blocks] int64; slot_mapping: [tokens] int64 of the pass's tokens."""
-        super().__init__(length)
+        super().__init__(length, states)
         self.paged = layers
         self.block_table = block_table
         self.slot_mapping = slot_mapping

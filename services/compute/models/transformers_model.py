@@ -20,7 +20,9 @@ from transformers.utils import logging
 from services.compute.backends.backend import Backend, Workspace
 from services.compute.backends.torch.backend import TorchBackend
 from services.compute.models.decoder import ForwardBatch
+from services.compute.models.kernel_attention import KernelStep, make_kernel_layers
 from services.compute.models.library_errors import first_line
+from services.compute.models.recurrent_states import KINDS, SequenceStates
 from services.compute.models.transformers_attention import (
     ATTENTION,
     FAR,
@@ -43,7 +45,8 @@ from shared.process.host_memory import is_out_of_memory
 
 # their frequencies follow the longest sequence of a step
 LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
-LoadModules = Callable[[Any], Any]  # of transformers' config: an AutoModelForCausalLM
+# of transformers' config, and of patterns of the checkpoint's names: an AutoModelForCausalLM
+LoadModules = Callable[[Any, dict[str, str] | None], Any]
 # names of a text's part in the checkpoint of a model that sees: those of the text alone
 TEXT_NAMES = {r"^language_model\.lm_head\.": "lm_head.", r"^(model\.)?(language|text)_model\.(model\.)?": "model."}
 ONE, OTHER = 5, 6  # token ids of a probe, which no tokenizer uses for padding, whose embedding may be zero
@@ -62,6 +65,20 @@ class TransformersConfig:
     head_dim: int  # of the widest
 
 
+@dataclass(frozen=True, slots=True)
+class Probed:
+    """The findings of a probe."""
+
+    shapes: dict[int, LayerShape]  # of the layers that have K and V, by the library's numbers for them
+    vocab_size: int
+    state_bytes: int = 0  # of a sequence, in addition to its K and V
+    continues_chunks: bool = True  # whether several tokens may follow a state at once
+
+
+# blocks of a model without K and V account for its sequences' lengths, and hold next to nothing
+NO_KV = {0: LayerShape(1, 8, 8)}
+
+
 class TransformersModel:
     """An AutoModelForCausalLM as an executor."""
 
@@ -69,14 +86,14 @@ class TransformersModel:
     is_row_invariant = finds_slots = False
     longest_text = None
 
-    def __init__(self, model: Any, backend: TorchBackend, *, is_ragged: bool) -> None:
+    def __init__(self, model: Any, backend: Backend, *, is_ragged: bool) -> None:
         """Raises Unsupported if the model can't run in this way."""
         self.parameters = set(inspect.signature(model.forward).parameters)
-        shapes, vocab_size = (probe_row if is_ragged else probe_alone)(model, self.parameters)
+        probed = (probe_row if is_ragged else probe_alone)(model, self.parameters)
         self.model = model
-        self.backend = backend
-        # of the layers that have K and V, by the library's numbers for them
-        self.shapes = dict(sorted(shapes.items()))
+        self.shapes = dict(sorted(probed.shapes.items())) or NO_KV
+        self.state_bytes, self.continues_chunks = probed.state_bytes, probed.continues_chunks
+        self.sequence_states: dict[int, SequenceStates] = {}  # by handle, of a model that has some
         self.is_ragged = self.takes_segments = is_ragged
         self.implementation = f"transformers ({'ragged' if is_ragged else 'one by one'})"
         self._logit_rows = torch.zeros(0, dtype=torch.int64)  # of the last step
@@ -85,11 +102,19 @@ class TransformersModel:
         self._head_inputs: list[Tensor] = []
         model.get_output_embeddings().register_forward_pre_hook(lambda _, inputs: self._head_inputs.append(inputs[0]))
         self.config = TransformersConfig(
-            vocab_size=vocab_size,
-            num_layers=len(shapes),
-            num_kv_heads=max(shape.num_kv_heads for shape in shapes.values()),
-            head_dim=max(max(shape.k_dim, shape.v_dim) for shape in shapes.values()),
+            vocab_size=probed.vocab_size,
+            num_layers=len(self.shapes),
+            num_kv_heads=max(shape.num_kv_heads for shape in self.shapes.values()),
+            head_dim=max(max(shape.k_dim, shape.v_dim) for shape in self.shapes.values()),
         )
+        heads = self.config.num_kv_heads, self.config.head_dim
+        plain = {
+            number: shape.plain
+            for number, shape in self.shapes.items()
+            if shape.plain is not None and (shape.num_kv_heads, shape.k_dim, shape.v_dim) == (*heads, heads[1])
+        }
+        self.kernels = make_kernel_layers(backend, *heads, plain)
+        self.backend = backend if self.kernels else TorchBackend(backend.dtype, backend.device)
 
     def workspace(self, num_tokens: int, num_logits: int, max_model_len: int) -> Workspace:  # noqa: ARG002
         """Bytes of logits, in the model's dtype and in float32: what the library's modules take
@@ -98,6 +123,8 @@ class TransformersModel:
 
     def plan(self, batch: ForwardBatch, block_size: int) -> list[AttentionBatch]:
         """The sequences whose attention is one call, or that are a pass of their own."""
+        if len(self.kernels) == len(self.shapes):
+            return []
         return group_sequences(batch, block_size, is_each_alone=not self.is_ragged)
 
     @torch.inference_mode()
@@ -106,13 +133,16 @@ class TransformersModel:
         float32: the library's head is a part of its models."""
         self._logit_rows = batch.logit_rows
         self._head_inputs.clear()
+        for handle in batch.left:
+            self.sequence_states.pop(handle, None)
         layers = {
             number: PagedLayer(kv, self.config.head_dim, shape)
             for (number, shape), kv in zip(self.shapes.items(), kv_layers, strict=True)
         }
         if not self.is_ragged:
-            return torch.cat([self._run_alone(batch, group, layers) for group in plan])
-        token = current_step.set(RaggedStep(batch.slot_mapping, plan, layers))
+            return torch.cat([self._run_alone(batch, number, group, layers) for number, group in enumerate(plan)])
+        kernels = KernelStep(batch, self.kernels) if self.kernels else None
+        token = current_step.set(RaggedStep(batch.slot_mapping, plan, layers, kernels))
         try:
             return self._call(batch, slice(None), PassingCache(), batch.logit_rows)
         finally:
@@ -126,13 +156,37 @@ class TransformersModel:
         """The same as Decoder.states."""
         return torch.cat(self._head_inputs)[torch.searchsorted(self._logit_rows, rows)].float()
 
-    def _run_alone(self, batch: ForwardBatch, group: AttentionBatch, layers: dict[int, PagedLayer]) -> Tensor:
-        """A group of one sequence."""
-        first, end = int(group.rows[0, 0]), int(group.rows[0, -1]) + 1
-        rows = slice(first, end)
-        cache = SequenceCache(layers, group.block_tables[0], batch.slot_mapping[rows], int(group.positions[0, 0]))
-        wanted = batch.logit_rows[(batch.logit_rows >= first) & (batch.logit_rows < end)] - first
-        return self._call(batch, rows, cache, wanted)
+    def _run_alone(
+        self, batch: ForwardBatch, number: int, group: AttentionBatch, layers: dict[int, PagedLayer]
+    ) -> Tensor:
+        """A group of one sequence, the number-th of the step."""
+        first, end, length = int(group.rows[0, 0]), int(group.rows[0, -1]) + 1, int(group.positions[0, 0])
+        states = self._states_of(batch.handles, number, length)
+        is_split = not self.continues_chunks and length > 0
+        logits = []
+        for start in range(first, end) if is_split else (first,):
+            rows = slice(start, start + 1 if is_split else end)
+            cache = SequenceCache(
+                layers, group.block_tables[0], batch.slot_mapping[rows], length + start - first, states
+            )
+            wanted = batch.logit_rows[(batch.logit_rows >= rows.start) & (batch.logit_rows < rows.stop)] - rows.start
+            logits.append(self._call(batch, rows, cache, wanted))
+        if states is not None:
+            states.length += end - first
+        return torch.cat(logits)
+
+    def _states_of(self, handles: list[int] | None, number: int, length: int) -> SequenceStates | None:
+        """The states of the step's number-th sequence behind its first `length` tokens; None: the model has none. A
+        sequence that begins, or begins again, has new ones."""
+        if not self.state_bytes:
+            return None
+        assert handles is not None, "states belong to a sequence"
+        handle = handles[number]
+        states = self.sequence_states[handle] if length else SequenceStates()
+        assert states.length == length, "a state stands behind all tokens before it"
+        if handle >= 0:  # otherwise it is no sequence of the scheduler's
+            self.sequence_states[handle] = states
+        return states
 
     def _call(self, batch: ForwardBatch, tokens: slice, cache: PassingCache, rows: Tensor) -> Tensor:
         """Logits of some rows of these tokens, [R, vocab] float32."""
@@ -142,7 +196,7 @@ class TransformersModel:
             x = self.model.get_input_embeddings()(batch.input_ids)
             x[batch.overlay.rows] = batch.overlay.values
             inputs = {"inputs_embeds": x[tokens][None]}
-        length = None if self.is_ragged else cache.get_seq_length() + len(input_ids)
+        length = None if self.is_ragged or self.shapes is NO_KV else cache.get_seq_length() + len(input_ids)
         logits = run_modules(self.model, self.parameters, inputs, batch.positions[tokens], length, rows, cache)
         if "logits_to_keep" not in self.parameters:
             self._head_inputs[-1] = self._head_inputs[-1][:, rows]
@@ -160,7 +214,7 @@ def run_modules(
     cache: PassingCache,
 ) -> Tensor:
     """A pass over one row of tokens. parameters: of the model's forward; inputs: the tokens; positions:
-    [tokens]; length: of the sequence after the pass; None: the row has several. Returns the logits of
+    [tokens]; length: of the sequence after the pass; None: no mask is made of it. Returns the logits of
     some rows, [R, vocab] float32."""
     wanted: dict[str, Any] = {
         "position_ids": positions[None],
@@ -173,23 +227,25 @@ def run_modules(
 
 
 def load_transformers_model(
-    folder: Path, backend: Backend, max_model_len: int | None, load: LoadModules | None = None
+    folder: Path,
+    backend: Backend,
+    max_model_len: int | None,
+    load: LoadModules,
 ) -> TransformersModel:
     """Read config.json and the weights. backend: whose dtype and device the model has;
-    max_model_len: of the sequences to come, in tokens; None: no bound; load: makes the modules, if
-    their weights are not in the folder. Raises StartupError for a model that can't run over a paged
-    cache, and says why."""
+    max_model_len: of the sequences to come, in tokens; None: no bound; load: makes the modules. Raises
+    StartupError for a model that can't run over a paged cache, and says why."""
     register()
+    logging.set_verbosity_error()
     config, model_class = read_library_config(folder)
     check_rope(config, max_model_len)
-    model = load_modules(folder, config, backend.dtype, backend.device) if load is None else load(config)
+    is_part = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("model_type") != config.model_type
+    model = load(config, TEXT_NAMES if is_part else None)
     reason = ""
     for attention in (ATTENTION, "eager"):
         try:
             model.set_attn_implementation(attention)
-            return TransformersModel(
-                model, TorchBackend(backend.dtype, backend.device), is_ragged=attention == ATTENTION
-            )
+            return TransformersModel(model, backend, is_ragged=attention == ATTENTION)
         except Unsupported as error:
             reason = str(error)
     raise StartupError(f"{model_class.__name__} can't run over a paged KV cache: {reason}")
@@ -208,10 +264,6 @@ def read_library_config(folder: Path) -> tuple[Any, Any]:
         raise StartupError(f"{folder}: transformers can't read config.json: {first_line(error)}") from None
     if config.is_encoder_decoder:
         raise StartupError(f"{config.model_type} is an encoder-decoder; only decoders can be served")
-    if getattr(config, "quantization_config", None):
-        raise StartupError(
-            "this checkpoint is quantized; --model-impl transformers loads float32 and bfloat16 ones only"
-        )
     if type(config.get_text_config()) in AutoModelForCausalLM._model_mapping and config.get_text_config() is not config:
         tied = json.loads((folder / "config.json").read_text(encoding="utf-8")).get(
             "tie_word_embeddings"
@@ -222,33 +274,6 @@ def read_library_config(folder: Path) -> tuple[Any, Any]:
         raise StartupError(f"{config.model_type} is not a language model that transformers knows")
     found = AutoModelForCausalLM._model_mapping[type(config)]
     return config, found[0] if isinstance(found, tuple) else found
-
-
-def load_modules(folder: Path, config: Any, dtype: torch.dtype, device: torch.device) -> Any:
-    """The model with its weights. config: of the model, or of its text's part. Raises StartupError,
-    naming a tensor that is missing."""
-    logging.set_verbosity_error()
-    is_part = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("model_type") != config.model_type
-    try:
-        model, info = AutoModelForCausalLM.from_pretrained(
-            folder,
-            config=config,
-            dtype=dtype,
-            attn_implementation="eager",
-            use_safetensors=True,
-            trust_remote_code=False,
-            local_files_only=True,
-            low_cpu_mem_usage=True,
-            output_loading_info=True,
-            key_mapping=TEXT_NAMES if is_part else None,
-        )
-    except Exception as error:  # of safetensors, of the model's own code, of the library's checks
-        if is_out_of_memory(error):
-            raise
-        raise StartupError(f"{folder}: transformers can't load the model: {first_line(error)}") from None
-    if missing := sorted(info["missing_keys"]):
-        raise StartupError(f"{folder}: the checkpoint has no tensor {missing[0]}")
-    return model.eval().to(device)
 
 
 def check_rope(config: Any, max_model_len: int | None) -> None:
@@ -266,7 +291,7 @@ def check_rope(config: Any, max_model_len: int | None) -> None:
                 )
 
 
-def probe_row(model: Any, parameters: Collection[str]) -> tuple[dict[int, LayerShape], int]:
+def probe_row(model: Any, parameters: Collection[str]) -> Probed:
     """Run a row of three sequences of a token each, to learn which layers have K and V, of what shape,
     and how many logits there are. Raises Unsupported if the model can't run so.
 
@@ -275,54 +300,77 @@ def probe_row(model: Any, parameters: Collection[str]) -> tuple[dict[int, LayerS
     """
     if "position_ids" not in parameters:
         raise Unsupported("it takes no position_ids")
+    near, far = PassingCache(), PassingCache(FAR)
     (logits, handed), (others, handed_far) = (
-        run_probe(model, parameters, (ONE, OTHER, ONE), (0, 1, 0), PassingCache(length)) for length in (0, FAR)
+        run_probe(model, parameters, (ONE, OTHER, ONE), (0, 1, 0), cache) for cache in (near, far)
     )
+    if not handed or handed.keys() != near.shapes.keys():
+        raise Unsupported(KEPT_ELSEWHERE)
     pairs = [(logits, others), (logits[:1], logits[2:])]
     for layer, each in handed.items():
-        far = handed_far[layer]
-        pairs += [(each.q, far.q), (each.k, far.k), (each.v, far.v), (each.mask, far.mask)]
+        other = handed_far[layer]
+        pairs += [(each.q, other.q), (each.k, other.k), (each.v, other.v), (each.mask, other.mask)]
         pairs += [(tensor[:1], tensor[2:]) for tensor in (each.q, each.k, each.v)]
     if not all(is_near(one, other, model.dtype) for one, other in pairs):
         raise Unsupported("what it computes of a token depends on its place in the row, or on the length of its cache")
-    return {
-        layer: LayerShape(each.k.shape[1], each.k.shape[-1], each.v.shape[-1]) for layer, each in handed.items()
-    }, logits.shape[-1]
+    shapes = {
+        layer: LayerShape(each.k.shape[1], each.k.shape[-1], each.v.shape[-1], each.plain)
+        for layer, each in handed.items()
+    }
+    return Probed(shapes, logits.shape[-1])
 
 
-def probe_alone(model: Any, parameters: Collection[str]) -> tuple[dict[int, LayerShape], int]:
+def probe_alone(model: Any, parameters: Collection[str]) -> Probed:
     """The same of one sequence's tokens. Raises Unsupported where the second token changes the first's
-    logits, or where another sequence in between changes the second's: a state that no cache holds."""
+    logits; where another sequence in between changes the next's: a state that no cache holds; and where a token
+    does not follow from the states before it."""
 
     def run(token_ids: tuple[int, ...], cache: PassingCache) -> Tensor:
-        length = cache.get_seq_length()
-        positions = tuple(range(length, length + len(token_ids)))
-        return run_probe(model, parameters, token_ids, positions, cache, length + len(token_ids))[0]
+        places = range(cache.length, cache.length + len(token_ids))
+        return run_probe(model, parameters, token_ids, tuple(places), cache, places.stop if has_kv else None)[0]
 
-    cache = PassingCache()
+    has_kv, cache = True, PassingCache(states=SequenceStates())
     logits = run((ONE, ONE), cache)
-    if not cache.shapes:
+    has_kv = bool(cache.shapes)
+    assert cache.states is not None
+    if not cache.shapes and not cache.states.layers:
         raise Unsupported(KEPT_ELSEWHERE)
-    if not is_near(logits[0], run((ONE, OTHER), PassingCache())[0], model.dtype):
+    if not is_near(logits[0], run((ONE, OTHER), PassingCache(states=SequenceStates()))[0], model.dtype):
         raise Unsupported("its attention is not causal")
     layers = {
         number: PagedLayer(empty_block(shape, model), max(shape.k_dim, shape.v_dim), shape)
         for number, shape in cache.shapes.items()
     }
-    table = torch.tensor([0], device=model.device)
-    caches = [SequenceCache(layers, table, torch.tensor([length], device=model.device), length) for length in (0, 1, 1)]
-    run((ONE,), caches[0])
-    before = run((OTHER,), caches[1])
-    run((OTHER, ONE), PassingCache())
-    if not is_near(before, run((OTHER,), caches[2]), model.dtype):
-        raise Unsupported(OTHER_STATE)
-    return cache.shapes, logits.shape[-1]
+
+    def run_at(first: int, token_ids: tuple[int, ...], states: SequenceStates) -> Tensor:
+        slots = torch.arange(first, first + len(token_ids), device=model.device)
+        return run(token_ids, SequenceCache(layers, torch.zeros_like(slots[:1]), slots, first, states))
+
+    is_continued = []  # by one token, and by two
+    for before, tokens in (((ONE, OTHER), (ONE,)), ((ONE,), (OTHER, ONE))):
+        states = SequenceStates()
+        run_at(0, before, states)
+        logits = run_at(len(before), tokens, states.copy())
+        run((OTHER, ONE), PassingCache(states=SequenceStates()))
+        if not is_near(logits, run_at(len(before), tokens, states.copy()), model.dtype):
+            raise Unsupported(OTHER_STATE)
+        # the same sums in the same order: equal bits mean that the state was not read
+        is_continued.append(
+            not any(
+                torch.equal(logits, run_at(len(before), tokens, states.copy(without=kind)))
+                for kind in KINDS
+                if states.tensors(kind)
+            )
+        )
+    if not is_continued[0]:
+        raise Unsupported("it forgets its states from one token to the next")
+    return Probed(cache.shapes, logits.shape[-1], cache.states.num_bytes, is_continued[1])
 
 
 def empty_block(shape: LayerShape, model: Any) -> Tensor:
-    """A layer's cache of two tokens."""
+    """A layer's cache of three tokens."""
     return torch.zeros(
-        (2, 1, shape.num_kv_heads, 2, max(shape.k_dim, shape.v_dim)), dtype=model.dtype, device=model.device
+        (2, 1, shape.num_kv_heads, 3, max(shape.k_dim, shape.v_dim)), dtype=model.dtype, device=model.device
     )
 
 
@@ -366,8 +414,6 @@ def run_probe(
         raise Unsupported(f"it needs more than a cache of keys and values: {first_line(error)}") from None
     finally:
         current_step.reset(token)
-    if length is None and (not step.handed or step.handed.keys() != cache.shapes.keys()):
-        raise Unsupported(KEPT_ELSEWHERE)
     if not bool(logits.isfinite().all()):
         raise Unsupported("its logits are not finite")
     return logits, step.handed

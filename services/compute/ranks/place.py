@@ -214,7 +214,7 @@ def load_decoder(
     parts = load_parts(location, config, backend, portion, **packing)
     own = config_of_rank(config, share, numbers)
     if place.ranks is None:
-        layers = [whole_layer(each, own, backend) for each in parts.layers]
+        layers = [whole_layer(layer, own, backend) for layer in parts.layers]
         weights = ModelWeights(
             ELSEWHERE if parts.embedding is None else parts.embedding, layers, parts.norm, parts.lm_head or ELSEWHERE
         )

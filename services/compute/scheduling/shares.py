@@ -54,19 +54,19 @@ class Shares:
         it is unknown. max_tokens: of any step. now: s, on the clock of `arrived`."""
         while self._arrivals and now - self._arrivals[first := next(iter(self._arrivals))] > EXPECTED_S:
             del self._arrivals[first]
-        num_tokens, num_context_tokens = Counter(waiting), Counter(waiting)
-        for sequence in running:
-            num_tokens[sequence.request.tenant_id] += sequence.num_uncomputed_tokens
-            num_context_tokens[sequence.request.tenant_id] += len(sequence.tokens)
         self.bound_s = self.lightest = None
         self.num_awaited_tokens = 0
         self.is_prompts_turn = True
         if cost is None:
             return
-        if len(num_tokens) < 2:
+        if len(waiting.keys() | {sequence.request.tenant_id for sequence in running}) < 2:
             if len(self._arrivals) > 1:
                 self.bound_s = max(SHORT_STEP_S, SHORT_STEP * cost.fixed_s)
             return
+        num_tokens, num_context_tokens = Counter(waiting), Counter(waiting)
+        for sequence in running:
+            num_tokens[sequence.request.tenant_id] += sequence.num_uncomputed_tokens
+            num_context_tokens[sequence.request.tenant_id] += len(sequence.tokens)
         self._num_bounded += 1
         self.is_prompts_turn = self._num_bounded % PROMPTS_EVERY == 0
         wanted = {tenant_id: min(count, max_tokens) for tenant_id, count in num_tokens.items()}

@@ -7,7 +7,7 @@ from services.compute.sequence import RowKey
 from shared.model.vision.images import ImageRun
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, unsafe_hash=True)  # nothing changes one; not frozen, for speed: there is one a token
 class BatchRow:
     """One sequence's part of a step: the tokens whose keys and values the step computes."""
 
@@ -66,6 +66,8 @@ class ScheduledBatch:
     num_decodes: int  # of the rows, the first ones
     # (from, to), before the step: one after the other, and none from a block that has been copied to
     block_copies: tuple[tuple[int, int], ...] = ()
+    # handles of sequences that have lost their places since the last step, of a model that keeps states
+    left: tuple[int, ...] = ()
 
     @property
     def num_tokens(self) -> int:

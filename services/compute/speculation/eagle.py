@@ -183,7 +183,7 @@ class EagleProposer:
     def _run(self, places: list[EagleChunk], states: Tensor) -> Tensor:
         """The results at the last place of each sequence."""
         results = self.head.run(places, states, self.kv_cache.layers[0], self.kv_cache.block_size)
-        ends = torch.tensor([len(each.token_ids) for each in places]).cumsum(0) - 1
+        ends = torch.tensor([len(place.token_ids) for place in places]).cumsum(0) - 1
         return results[ends.to(results.device)]
 
     def _draw(self, chains: list[Draft], results: Tensor) -> None:

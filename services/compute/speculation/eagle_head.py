@@ -133,7 +133,7 @@ class EagleHead:
     def _beside(self, places: Sequence[EagleChunk], states: Tensor) -> tuple[Tensor, Tensor]:
         """q, k and v of the places, and what the layer adds to."""
         token_ids = self.backend.buffers.fill(
-            "eagle tokens", [token_id for each in places for token_id in each.token_ids]
+            "eagle tokens", [token_id for place in places for token_id in place.token_ids]
         )
         self.backend.buffers.upload()
         normed = self._norm(states, "hidden_norm")

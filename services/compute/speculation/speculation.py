@@ -55,7 +55,7 @@ class Speculation:
         """proposers: those that run no model first."""
         self.proposers = proposers
         self.control: Chooser = control or DraftControl(
-            frozenset(each.name for each in proposers if each.runs_model and each.stops_itself)
+            frozenset(proposer.name for proposer in proposers if proposer.runs_model and proposer.stops_itself)
         )
         self.constraints = constraints
         self.vocab_size = vocab_size
@@ -99,7 +99,7 @@ class Speculation:
         is_due = self._pause_left < 0
         if is_due:
             self._pause = self._pause_left = min(max(1, 2 * self._pause), LONGEST_PAUSE)
-        return is_due or batch.num_drafts > 0 or any(each.needs_hidden for each in self.proposers)
+        return is_due or batch.num_drafts > 0 or any(proposer.needs_hidden for proposer in self.proposers)
 
     def computed(self, batch: ScheduledBatch, hidden: Any, decided: Mapping[int, int]) -> None:
         """A step was collected. decided: by handle, how many tokens stand."""

@@ -311,9 +311,9 @@ class GgufSource:
         return kind is not None and self._is_kept(kind)
 
     def orders(self, name: str) -> tuple[Tensor | None, Tensor | None]:
-        """The place of each row and of each column of a matrix that keeps its form in what `matrix`
-        returns; None: they are in their order."""
-        if (found := find_layout(self.layouts, name)) is None:
+        """The place of each row and of each column of a matrix in what `matrix` returns; None: they
+        are in their order."""
+        if (found := find_layout(self.layouts, name)) is None or not self.keeps(name):
             return None, None
         rows, columns = found[0].rows, found[0].columns
         return (rows and rows(self.head).to(self.device)), (columns and columns(self.head).to(self.device))

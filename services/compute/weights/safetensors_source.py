@@ -35,16 +35,22 @@ class SafetensorsSource:
     multimodal checkpoint has the names of a text model."""
 
     def __init__(
-        self, folder: Path, dtype: torch.dtype, device: torch.device, quantization_config: dict[str, Any] | None = None
+        self,
+        folder: Path,
+        dtype: torch.dtype,
+        device: torch.device,
+        quantization_config: dict[str, Any] | None = None,
+        *,
+        has_own_names: bool = False,
     ) -> None:
-        """quantization_config: config.json's, of a format of weights/formats/. Raises
-        StartupError."""
+        """quantization_config: config.json's, of a format of weights/formats/; has_own_names: whether
+        tensors keep the names that the files have. Raises StartupError."""
         self.folder = folder
         self.dtype = dtype
         self.device = device
         files = self._index()
-        self._name_in_file = {_text_name(name): name for name in files}
-        if BARE_EMBEDDING in self._name_in_file:
+        self._name_in_file = {name if has_own_names else _text_name(name): name for name in files}
+        if BARE_EMBEDDING in self._name_in_file and not has_own_names:
             self._name_in_file = {
                 name if name.startswith("lm_head.") else f"model.{name}": of_file
                 for name, of_file in self._name_in_file.items()

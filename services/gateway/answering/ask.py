@@ -40,18 +40,20 @@ async def ask_all(context: GatewayContext, model: str, requests: list[GenerateRe
 async def ask_tokenizer(context: GatewayContext, model: str, task: Task, request: GenerateRequest) -> dict[str, Any]:
     """The tokenizer's answer, JSON. Raises as above; what is wrong with the request is
     RequestFailed, with status 400."""
-    [found] = await ask_each(context, model, task, [request])
-    return found
+    [answer] = await ask_each(context, model, task, [request])
+    return answer
 
 
 async def ask_each(
     context: GatewayContext, model: str, task: Task, requests: list[GenerateRequest]
 ) -> list[dict[str, Any]]:
     """The tokenizer's answers to several requests, as many at once as the caller may have. Raises as above."""
-    most = context.tenant.max_concurrency or max(1, len(requests))
+    at_once = context.tenant.max_concurrency or max(1, len(requests))
     answers: list[list[TokenEvent]] = []
-    for at in range(0, len(requests), most):
-        answers += await ask_all(context, model, [replace(each, task=task) for each in requests[at : at + most]])
+    for at in range(0, len(requests), at_once):
+        answers += await ask_all(
+            context, model, [replace(request, task=task) for request in requests[at : at + at_once]]
+        )
     return [json.loads(event.text) for [event] in answers]
 
 
@@ -64,7 +66,7 @@ async def token_ids_of(
         question(context, model, encoding=encoding, prompt=text)
         for text, encoding in zip(texts, encodings, strict=True)
     ]
-    return [np.array(found["tokens"], np.int32) for found in await ask_each(context, model, "tokenize", asked)]
+    return [np.array(answer["tokens"], np.int32) for answer in await ask_each(context, model, "tokenize", asked)]
 
 
 def question(

@@ -49,14 +49,14 @@ async def find_marks(context: GatewayContext, model: str) -> InfillMarks | None:
     """The model's tokens for infilling, if it has them."""
     spelt = [mark for spelling in SPELLINGS for mark in spelling]
     firsts = [prefix for prefix, _, _ in SPELLINGS]
-    found = await token_ids_of(context, model, spelt + firsts, [MARK] * len(spelt) + [FIRST] * len(firsts))
+    token_ids = await token_ids_of(context, model, spelt + firsts, [MARK] * len(spelt) + [FIRST] * len(firsts))
     for number, spelling in enumerate(SPELLINGS):
-        prefix, suffix, middle = found[3 * number : 3 * number + 3]
+        prefix, suffix, middle = token_ids[3 * number : 3 * number + 3]
         if (
             all(len(each) == 1 for each in (prefix, suffix, middle))
             and len({int(each[0]) for each in (prefix, suffix, middle)}) == 3
         ):
-            first = found[len(spelt) + number]
+            first = token_ids[len(spelt) + number]
             return InfillMarks(
                 first[: first.tolist().index(int(prefix[0]))], prefix, suffix, middle, spelling[0] in SUFFIX_FIRST
             )
@@ -101,8 +101,8 @@ async def infilled(context: GatewayContext, intent: Intent, *, is_asked: bool = 
         param = "suffix" if intent.suffix else "model"
         raise Invalid(f"{model} has no tokens for infilling, {reason}", param=param, code="model_not_supported")
     befores = [
-        each.prompt if each.prompt is not None else np.asarray(each.prompt_token_ids, np.int32)
-        for each in intent.requests
+        request.prompt if request.prompt is not None else np.asarray(request.prompt_token_ids, np.int32)
+        for request in intent.requests
     ]
     prompts = await infill_prompts(context, model, marks, befores, intent.suffix)
     return replace(intent, requests=tuple(map(with_prompt, intent.requests, prompts)), suffix="")

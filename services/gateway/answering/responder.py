@@ -2,7 +2,6 @@
 end when the client goes away."""
 
 import asyncio
-import time
 from collections.abc import AsyncIterator, Callable
 from typing import Any, TypeVar
 
@@ -135,7 +134,7 @@ class Responder:
 
     def _timings(self, index: int) -> dict[str, Any]:
         """The field of an answer, where it is asked for, of one of its choices."""
-        return {"timings": timings(self.choices[index], self.measured.timelines[index])} if self.has_timings else {}
+        return {"timings": timings(self.choices[index], self.measured)} if self.has_timings else {}
 
     @property
     def _is_over(self) -> bool:
@@ -179,7 +178,7 @@ class Responder:
             choice.schema_errors = [unchecked("the stream was resumed, and its beginning is not there any more")]
         else:
             text = "".join([before, *choice.text, *(each.text for at, each in batch if at == index)])
-            choice.schema_errors = await schema_errors(self.generation.pipeline.answers, record, text)
+            choice.schema_errors = await schema_errors(self.generation.pipeline.answer_checker, record, text)
 
     async def _chunks(self, batch: list[tuple[int, TokenEvent]]) -> AsyncIterator[bytes]:
         """The stream's bytes, beginning with a batch of events that was waited for already."""
@@ -197,9 +196,9 @@ class Responder:
                 encoded, failure = self._encode(batch, positions, joins=is_behind) if batch else (self._ping(), None)
             if batch and unopened:  # with the first tokens: clients take it for the first
                 encoded, unopened = self._openings(unopened, batch[0][1]) + encoded, []
-            given_at = time.monotonic()
+            given_at = self.measured.clock.monotonic()
             yield encoded
-            is_behind = time.monotonic() - given_at > BEHIND_S
+            is_behind = self.measured.clock.monotonic() - given_at > BEHIND_S
             if failure is not None or self._is_over:
                 break
             try:
@@ -229,9 +228,8 @@ class Responder:
         """A batch of events as bytes, up to the first that is an error. Raises `positions` as it
         goes. joins: a choice's plain events that follow each other become one."""
         encoded = bytearray()
-        plain: tuple[Choice, TokenEvent, list[str]] | None = (
-            None  # of a choice: its last plain event, and the texts that are not encoded yet
-        )
+        # of a choice: its last plain event, and the texts that are not encoded yet
+        plain: tuple[Choice, TokenEvent, list[str]] | None = None
 
         def flush() -> None:
             nonlocal encoded, plain
@@ -253,9 +251,8 @@ class Responder:
             if not joins or plain is None or plain[0] is not choice:
                 flush()
             delta = choice.add(event)
-            is_known = (
-                event.token_id is not None and event.position <= self.generation.positions[index]
-            )  # the client has it: it is here for what follows
+            # the client has it: it is here for what follows
+            is_known = event.token_id is not None and event.position <= self.generation.positions[index]
             if not is_known and self.frames.is_any and not self.has_timings and is_plain(event, delta):
                 plain = choice, event, [*(plain[2] if plain is not None else ()), delta.content]
                 positions[index] = max(event.position, positions[index])

@@ -25,18 +25,18 @@ async def create(request: Request) -> dict[str, Any]:
     """Keep a set of modules. The same set has the same id."""
     context, body = await context_of(request).read(request, PromptModulesBody)
     model, texts = context.resolve(body.model), texts_of(body)
-    if len(texts) > (most := context.settings.max_requests):
-        raise Invalid(f"at most {most} texts in one set here, got {len(texts)}", param="modules")
-    found = await token_ids_of(context, model, texts, [ENCODING] * len(texts)) if texts else []
-    return (await ModuleStore(context.home).create(context.tenant.tenant_id, model, body, found)).describe()
+    if len(texts) > (max_texts := context.settings.max_requests):
+        raise Invalid(f"at most {max_texts} texts in one set here, got {len(texts)}", param="modules")
+    token_ids = await token_ids_of(context, model, texts, [ENCODING] * len(texts)) if texts else []
+    return (await ModuleStore(context.home).create(context.tenant.tenant_id, model, body, token_ids)).describe()
 
 
 @router.get("")
 async def list_sets(request: Request, after: str | None = None, limit: int = Query(20, ge=1, le=100)) -> dict[str, Any]:
     """The sets that there are, those that were used last first."""
     context = context_of(request)
-    found = await ModuleStore(context.home).list_of(context.tenant.tenant_id)
-    return page_of(found, after, limit, lambda each: each.set_id, ModuleSet.describe)
+    module_sets = await ModuleStore(context.home).list_of(context.tenant.tenant_id)
+    return page_of(module_sets, after, limit, lambda each: each.set_id, ModuleSet.describe)
 
 
 @router.get("/{set_id}")

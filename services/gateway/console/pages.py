@@ -55,7 +55,7 @@ async def index() -> FileResponse:
 
 async def sampling_module() -> Response:
     """The sampling parameters that the playground's settings have, as a module of the page."""
-    fields = [setting_of(each) for each in PARAMETERS if each.control is not None]
+    fields = [setting_of(parameter) for parameter in PARAMETERS if parameter.control is not None]
     return Response(
         b"export const SAMPLING = " + orjson.dumps(fields) + b";\n", media_type="text/javascript", headers=HEADERS
     )
@@ -74,8 +74,8 @@ def setting_of(parameter: Parameter) -> dict[str, Any]:
         "kind": "json" if control.is_json else kinds.get(parameter.value_type, "json"),
         "fallback": parameter.default if isinstance(parameter.default, int | float) else None,
     }
-    least, most = parameter.accepted or (-math.inf, math.inf)
-    setting |= {name: bound for name, bound in (("least", least), ("most", most)) if math.isfinite(bound)}
+    lowest, highest = parameter.accepted or (-math.inf, math.inf)
+    setting |= {name: bound for name, bound in (("least", lowest), ("most", highest)) if math.isfinite(bound)}
     if control.slider is not None:
         setting |= dict(zip(("min", "max", "step"), control.slider, strict=True))
     return setting

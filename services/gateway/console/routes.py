@@ -88,7 +88,7 @@ async def kill_replica(context: GatewayContext, watch: LiveView, replica_id: str
     this launcher."""
     stage = context.stage
     here = stage.describe()
-    found = next((each for each in stage.registry.replicas if each.replica_id == replica_id), None)
+    found = next((replica for replica in stage.registry.replicas if replica.replica_id == replica_id), None)
     if found is None:
         raise Invalid(f"no replica {replica_id!r} is alive", param="replica_id", code="replica_not_found", status=404)
     if found.host != here.host or await parent_of(found.pid) != os.getppid():

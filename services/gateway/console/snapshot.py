@@ -46,7 +46,7 @@ def snapshot(
             each.replica_id,
         ),
     )
-    own_host = next((each.host for each in replicas if each.replica_id == here), "")
+    own_host = next((replica.host for replica in replicas if replica.replica_id == here), "")
     return {
         "time": time.time(),
         "gateway": here,

@@ -40,7 +40,7 @@ def joined_to_trace(
     if root is None or not root.traceparent:
         return record, requests
     return replace(record, traceparent=root.traceparent), [
-        structs.replace(each, traceparent=root.traceparent) for each in requests
+        structs.replace(request, traceparent=root.traceparent) for request in requests
     ]
 
 
@@ -59,9 +59,8 @@ class Generation:
         self.subscription = subscription
         self.is_resumed = subscription.generation > 0
         self._index_by_request = {request_id: index for index, request_id in enumerate(self.request_ids)}
-        self.max_tokens: list[int | None] = [None] * len(
-            positions
-        )  # that the client asked for, of each sequence; not known of a resumed response
+        # that the client asked for, of each sequence; not known of a resumed response
+        self.max_tokens: list[int | None] = [None] * len(positions)
         self._is_closed = False
 
     async def next(self, timeout_s: float) -> list[tuple[int, TokenEvent]]:
@@ -119,14 +118,14 @@ class Pipeline:
         subscriptions: Subscriptions,
         canceller: Canceller,
         takeover: Takeover,
-        answers: AnswerChecker,
+        answer_checker: AnswerChecker,
     ) -> None:
         self.client = client
         self.admission = admission
         self.subscriptions = subscriptions
         self.canceller = canceller
         self.takeover = takeover
-        self.answers = answers
+        self.answer_checker = answer_checker
 
     async def submit(
         self, caller: Caller, record: ResponseRecord, requests: list[GenerateRequest], stored: bytes = b""
@@ -137,11 +136,10 @@ class Pipeline:
         serve.
         """
         if record.checks:
-            self.answers.helpers.begin_to_start()
+            self.answer_checker.helpers.begin_to_start()
         record, requests = joined_to_trace(replace(record, tenant_id=caller.tenant.tenant_id), requests)
-        subscription = self._subscribe(
-            record, [0] * len(requests), 0
-        )  # before Redis has them: the first events may come at once
+        # before Redis has them: the first events may come at once
+        subscription = self._subscribe(record, [0] * len(requests), 0)
         try:
             await self._admit(caller, record, requests, stored)
         except BaseException:
@@ -149,7 +147,7 @@ class Pipeline:
             raise
         subscription.is_submitted = True
         generation = Generation(self, record, [0] * len(requests), subscription)
-        generation.max_tokens = [each.params.max_tokens for each in requests]
+        generation.max_tokens = [request.params.max_tokens for request in requests]
         return generation
 
     async def submit_unread(

@@ -5,7 +5,6 @@ restarted, and one that came back empty.
 """
 
 import asyncio
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -53,14 +52,14 @@ class LogReader:
     async def run(self) -> None:
         """Run until cancelled. Read sequences with a gap at once, and silent ones at every
         interval."""
-        subscriptions = self.subscriptions
-        looked_at = time.monotonic()
+        subscriptions, clock = self.subscriptions, self.subscriptions.clock
+        looked_at = clock.monotonic()
         while True:
             try:
-                async with asyncio.timeout(max(0.0, looked_at + self.interval_s - time.monotonic())):
+                async with asyncio.timeout(max(0.0, looked_at + self.interval_s - clock.monotonic())):
                     await subscriptions.read_logs.wait()
             except TimeoutError:
-                looked_at = time.monotonic()
+                looked_at = clock.monotonic()
             subscriptions.read_logs.clear()
             behind, subscriptions.behind = subscriptions.behind, set()
             try:
@@ -76,7 +75,7 @@ class LogReader:
 
     def _due(self, behind: set[Subscription]) -> Iterator[tuple[Subscription, str]]:
         """The sequences to read: those that are behind or silent."""
-        silent_since = time.monotonic() - self.interval_s
+        silent_since = self.subscriptions.clock.monotonic() - self.interval_s
         for subscription in self.subscriptions.all():
             if subscription.has_failed or not subscription.is_submitted:
                 continue
@@ -88,9 +87,8 @@ class LogReader:
         unheard = set()
         for start in range(0, len(due), CHUNK):
             chunk = due[start : start + CHUNK]
-            positions = [
-                subscription.positions[request_id] for subscription, request_id in chunk
-            ]  # events may come while we wait for the replies
+            # events may come while we wait for the replies
+            positions = [subscription.positions[request_id] for subscription, request_id in chunk]
             replies = await self._ask(chunk)
             for number, (subscription, request_id) in enumerate(chunk):
                 if int(replies[4 * number + 3] or 0) > subscription.generation:  # before its log is decoded
@@ -98,12 +96,12 @@ class LogReader:
                     continue
                 await asyncio.sleep(0)  # others have their turn in between
                 try:
-                    found = read(replies[4 * number : 4 * number + 3], positions[number])
+                    snapshot = read(replies[4 * number : 4 * number + 3], positions[number])
                 except Lost as error:
                     log.error("a token log is not whole", request_id=request_id, error=error)
                     subscription.fail(RequestError(f"the request was lost: {error}", 500, code="request_lost"))
                     continue
-                if self._settle(subscription, request_id, found) and subscription not in behind:
+                if self._settle(subscription, request_id, snapshot) and subscription not in behind:
                     unheard.add(subscription)
         for subscription in unheard:
             await self._attach_again(subscription)
@@ -141,7 +139,7 @@ class LogReader:
         before = subscription.positions[request_id], request_id in subscription.unfinished
         for event in found.events:
             subscription.offer(event)
-        subscription.heard_at[request_id] = time.monotonic()
+        subscription.heard_at[request_id] = self.subscriptions.clock.monotonic()
         if found.is_whole_page:
             self.subscriptions.catch_up(subscription)
         return before != (subscription.positions[request_id], request_id in subscription.unfinished)
@@ -160,7 +158,7 @@ class LogReader:
 def read(replies: list[Any], position: int) -> LogSnapshot:
     """The replies about one sequence's log. Raises Lost for a log with a gap."""
     entries, last, has_record = replies
-    found = parse_log(entries, position)
-    if not found and last and END in last[0][1]:
-        found = [decode_entry(last[0][0], last[0][1][MESSAGE])]  # its token is compared with the one that was taken
-    return LogSnapshot(found, bool(last), bool(has_record), len(entries) == PAGE)
+    events = parse_log(entries, position)
+    if not events and last and END in last[0][1]:
+        events = [decode_entry(last[0][0], last[0][1][MESSAGE])]  # its token is compared with the one that was taken
+    return LogSnapshot(events, bool(last), bool(has_record), len(entries) == PAGE)

@@ -7,11 +7,11 @@ the caller reads the log.
 """
 
 import asyncio
-import time
 from array import array
 from collections import deque
 
 from services.gateway.telemetry.timeline import Timeline
+from shared.process.clock import SYSTEM_CLOCK, Clock
 from shared.wire.messages import RequestError, TokenEvent
 from shared.wire.token_log import end_alone
 
@@ -31,12 +31,20 @@ class ResponseFailed(Exception):
 
 
 class Subscription:
-    """The sequences of one response, each from its position on, for the reader of this
-    generation."""
+    """The sequences of one response, each from its position on, for one reader. `generation`: how many
+    times the response was taken over before this reader had it."""
 
-    def __init__(self, response_id: str, positions: dict[str, int], generation: int, model: str = "") -> None:
+    def __init__(
+        self,
+        response_id: str,
+        positions: dict[str, int],
+        generation: int,
+        model: str = "",
+        clock: Clock = SYSTEM_CLOCK,
+    ) -> None:
         self.response_id = response_id
         self.model = model
+        self.clock = clock
         self.positions = positions  # by request id: of the last event that was taken
         self.generation = generation
         self.is_submitted = generation > 0  # from then on Redis must know of it
@@ -46,7 +54,7 @@ class Subscription:
         self._taken: dict[str, tuple[int, array[int]]] = {
             request_id: (position, array("q")) for request_id, position in positions.items()
         }
-        self.heard_at = dict.fromkeys(positions, time.monotonic())
+        self.heard_at = dict.fromkeys(positions, self.clock.monotonic())
         self.timelines = {request_id: Timeline() for request_id in positions}
         self._queue: deque[TokenEvent] = deque()  # bounded by the requests' max_tokens
         self._failure: RequestError | None = None
@@ -68,7 +76,7 @@ class Subscription:
         """Take the event if it is the next of its sequence. False: it is not, for something before
         it is missing."""
         request_id, position = event.request_id, self.positions[event.request_id]
-        self.heard_at[request_id] = time.monotonic()
+        self.heard_at[request_id] = self.clock.monotonic()
         if request_id not in self.unfinished:
             return True
         if event.token_id is not None and event.position <= position:

@@ -7,7 +7,6 @@ Events are the fast path, and nothing relies on them: a sequence without events 
 
 import asyncio
 import os
-import time
 from collections import deque
 from collections.abc import Coroutine
 from typing import Any
@@ -18,6 +17,7 @@ import redis.asyncio
 from services.gateway.generation.subscription import Subscription
 from services.requests.errors import draining
 from services.requests.store.client import OwnConnection, persist
+from shared.process.clock import SYSTEM_CLOCK, Clock
 from shared.process.errors import Invalid
 from shared.process.telemetry import get_logger
 from shared.wire.entries import TRIM_EVERY_S, entries_of, next_id, write_dead_letter
@@ -41,9 +41,10 @@ RESUMED_ELSEWHERE = RequestError("the response was resumed elsewhere", 409, code
 class Subscriptions:
     """The responses that clients read at this gateway, and the task that reads events for them."""
 
-    def __init__(self, stage: Stage, client: "redis.asyncio.Redis") -> None:
+    def __init__(self, stage: Stage, client: "redis.asyncio.Redis", clock: Clock = SYSTEM_CLOCK) -> None:
         self.stage = stage
         self.client = client
+        self.clock = clock
         self.stream = events(stage.replica_id)
         self.backoff = Backoff()
         self.behind: set[Subscription] = set()  # their logs are to be read, because events are missing
@@ -53,22 +54,21 @@ class Subscriptions:
         self._last_id = "0-0"
         self._control_id = ""  # of the last control message that was read; empty: not known yet
         self._connection = OwnConnection(client)  # for the reads
-        self._garbage: deque[tuple[str, dict[bytes, bytes], Exception]] = deque(
-            maxlen=1000
-        )  # on its way to the dead letters
-        self._read_at = time.monotonic()
+        # on its way to the dead letters
+        self._garbage: deque[tuple[str, dict[bytes, bytes], Exception]] = deque(maxlen=1000)
+        self._read_at = self.clock.monotonic()
         self._trimmed_at = 0.0
 
     @property
     def silent_s(self) -> float:
         """Seconds since the reader last had a reply from Redis."""
-        return time.monotonic() - self._read_at
+        return self.clock.monotonic() - self._read_at
 
     @property
     def problems(self) -> list[str]:
         """Why events do not come, in words; empty if they do."""
-        found = [f"events can't be read: {self.backoff.problem}"] if self.backoff.problem else []
-        return found + ([f"events have not been read for {self.silent_s:.0f} s"] if self.silent_s > STALE_S else [])
+        problems = [f"events can't be read: {self.backoff.problem}"] if self.backoff.problem else []
+        return problems + ([f"events have not been read for {self.silent_s:.0f} s"] if self.silent_s > STALE_S else [])
 
     @property
     def num_sequences(self) -> int:
@@ -80,7 +80,7 @@ class Subscriptions:
 
     def subscribe(self, response_id: str, positions: dict[str, int], generation: int, model: str) -> Subscription:
         """Send the response's events to a new subscription. One of an older generation ends."""
-        subscription = Subscription(response_id, positions, generation, model)
+        subscription = Subscription(response_id, positions, generation, model, self.clock)
         for request_id in positions:
             if (older := self._by_request.get(request_id)) is not None:
                 self.hand_over(older)
@@ -118,7 +118,7 @@ class Subscriptions:
         try:
             while True:
                 reply = await persist(self._read, self.backoff)
-                self._read_at = time.monotonic()
+                self._read_at = self.clock.monotonic()
                 self._take(entries_of(reply))
                 self.stage.mark_alive()
         finally:
@@ -138,7 +138,7 @@ class Subscriptions:
         if not self._control_id:
             latest: Any = await self.client.xrevrange(CONTROL.key, count=1)
             self._control_id = latest[0][0].decode() if latest else "0-0"
-        if self._garbage or time.monotonic() - self._trimmed_at > TRIM_EVERY_S:
+        if self._garbage or self.clock.monotonic() - self._trimmed_at > TRIM_EVERY_S:
             await self._clean_up()
         streams = (self.stream.key, CONTROL.key, self._last_id, self._control_id)
         return await self._connection.ask("XREAD", "BLOCK", BLOCK_MS, "STREAMS", *streams)
@@ -157,7 +157,7 @@ class Subscriptions:
             )
             self._last_id = "0-0" if has_begun_again(self._last_id, newest_event) else self._last_id
             self._control_id = "0-0" if has_begun_again(self._control_id, newest_control) else self._control_id
-        self._trimmed_at = time.monotonic()
+        self._trimmed_at = self.clock.monotonic()
         for _ in letters:
             self._garbage.popleft()
 

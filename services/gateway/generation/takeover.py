@@ -32,11 +32,11 @@ class Takeover:
         """
         positions = parse_id(last_event_id, len(request_ids)) if last_event_id else [0] * len(request_ids)
         for _ in range(ATTEMPTS):
-            found = await self._generation_of_reader(response_id, model, request_ids, positions)
-            message = encode(Control("attach", tuple(request_ids), self.stage.replica_id, found + 1))
+            generation = await self._generation_of_reader(response_id, model, request_ids, positions)
+            message = encode(Control("attach", tuple(request_ids), self.stage.replica_id, generation + 1))
             keys = (reader_key(response_id), response_key(response_id), CONTROL.key)
-            if await TAKE_OVER.run(self.client, keys, found, self.stage.replica_id, message):
-                return positions, found + 1
+            if await TAKE_OVER.run(self.client, keys, generation, self.stage.replica_id, message):
+                return positions, generation + 1
         raise Recoverable("other readers take the response over again and again: try again later")
 
     async def _generation_of_reader(
@@ -51,12 +51,12 @@ class Takeover:
             generation, *replies = await pipe.execute()
         for index, position in enumerate(positions):
             last: Any = replies[2 * index]
-            most = int(replies[2 * index + 1] or 0)  # tokens of prompt and answer, at most; 0: it does not run
-            if not last and not most:
+            max_tokens = int(replies[2 * index + 1] or 0)  # tokens of prompt and answer, at most; 0: it does not run
+            if not last and not max_tokens:
                 message = f"the response {response_id!r} is too old: its tokens are not kept any more"
                 raise Invalid(message, param="response_id", code="response_not_found", status=404)
             end = int(last[0][0].partition(b"-")[0]) if last else 0
-            if end < position <= most:
+            if end < position <= max_tokens:
                 message = "Redis has lost a part of this answer, which is being computed again: come back in a moment"
                 raise Rejected(message, status=503, retry_after_s=1, code="tokens_lost")
             if position > end:

@@ -82,10 +82,15 @@ class KeyRing:
         if self.path is None:
             return None
         try:
-            found = self.path.stat()
+            status = self.path.stat()
         except OSError:
             return None
-        return found.st_mtime_ns, found.st_ctime_ns, found.st_size, found.st_ino  # ctime: of who may read or write it
+        return (
+            status.st_mtime_ns,
+            status.st_ctime_ns,
+            status.st_size,
+            status.st_ino,
+        )  # ctime: of who may read or write it
 
     def _reload(self) -> None:
         """Read the keys again if their file has changed. What can't be read, or is gone, leaves

@@ -91,9 +91,8 @@ def say_refused(request: Request, status: int, code: str | None) -> None:
 async def on_invalid(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, Invalid)
     say_refused(request, error.status, error.code)
-    headers = {408: {"Connection": "close"}, 415: {"Accept-Encoding": ", ".join(TAKEN)}}.get(
-        error.status
-    )  # 408: the rest of the body may still come
+    # 408: the rest of the body may still come
+    headers = {408: {"Connection": "close"}, 415: {"Accept-Encoding": ", ".join(TAKEN)}}.get(error.status)
     return error_response(request.scope, error.status, str(error), error.param, error.code, headers=headers)
 
 

@@ -23,15 +23,15 @@ HANDSHAKE_TIMEOUT_S = 5.0
 class Handshakes:
     """The handshakes under way at this gateway."""
 
-    def __init__(self, context: ssl.SSLContext, most: int, timeout_s: float = HANDSHAKE_TIMEOUT_S) -> None:
+    def __init__(self, context: ssl.SSLContext, max_handshakes: int, timeout_s: float = HANDSHAKE_TIMEOUT_S) -> None:
         self.context = context
-        self.most = most
+        self.max_handshakes = max_handshakes
         self.timeout_s = timeout_s
         self.under_way: dict[Handshake, asyncio.Task[None]] = {}  # the oldest first
         self._num_by_address: Counter[str] = Counter()
 
     def begin(self, handshake: "Handshake") -> None:
-        if len(self.under_way) >= self.most:
+        if len(self.under_way) >= self.max_handshakes:
             self._end_one()
         self._num_by_address[handshake.address] += 1
         task = self.under_way[handshake] = asyncio.create_task(handshake.shake())

@@ -129,24 +129,27 @@ class BodyLimit:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return await self.app(scope, receive, send)
-        num_bytes, most = 0, self.max_file_bytes + MULTIPART_BYTES if scope["path"] == UPLOAD_PATH else self.max_bytes
+        num_bytes, max_bytes = (
+            0,
+            self.max_file_bytes + MULTIPART_BYTES if scope["path"] == UPLOAD_PATH else self.max_bytes,
+        )
 
         async def receive_bounded() -> Message:
             nonlocal num_bytes
             message = await receive()
             num_bytes += len(message.get("body", b""))
-            if num_bytes > most:
+            if num_bytes > max_bytes:
                 raise BodyTooLong
             return message
 
         headers = Headers(scope=scope)
         length = headers.get("content-length", "0")
         try:
-            if length.isdigit() and int(length) > most:
+            if length.isdigit() and int(length) > max_bytes:
                 raise BodyTooLong
             await self.app(scope, receive_bounded, send)
         except BodyTooLong:
-            message = f"the body is longer than {most} bytes"
+            message = f"the body is longer than {max_bytes} bytes"
             # Who has asked whether to send the body does not; who has not asked is let send it, or
             # he would not read the answer
             closing = {"Connection": "close"} if "expect" in headers else None

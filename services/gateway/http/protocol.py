@@ -104,9 +104,8 @@ class PatientProtocol(HttpToolsProtocol):
                 self.refuse_head()
 
     def on_message_begin(self) -> None:
-        if (
-            self.cycle is None or self.cycle.response_complete
-        ):  # else the next request has time until this one is answered
+        # else the next request has time until this one is answered
+        if self.cycle is None or self.cycle.response_complete:
             self._header_timer.arm(self.header_timeout_s)
         super().on_message_begin()
 
@@ -175,9 +174,8 @@ class Unchunked:
                 cycle.chunked_encoding = False if is_endless else None
                 cycle.keep_alive = cycle.keep_alive and not is_endless
             elif is_endless:
-                cycle.expected_content_length = len(
-                    message.get("body", b"")
-                )  # of each piece: there is no length of all
+                # of each piece: there is no length of all
+                cycle.expected_content_length = len(message.get("body", b""))
             await send(message)
 
         await self.app(scope, receive, send_plain)

@@ -77,9 +77,9 @@ def check_tls(settings: GatewaySettings) -> ssl.SSLContext | None:
         server.load_cert_chain(settings.tls_certificate, key, password="")  # uvicorn would ask at the terminal
     except (ssl.SSLError, ValueError) as error:
         reason = getattr(error, "reason", None) or ""
-        found = TLS_REASONS.get(reason, reason or NOT_PEM)
+        cause = TLS_REASONS.get(reason, reason or NOT_PEM)
         raise StartupError(
-            f"--tls-certificate {settings.tls_certificate} can't serve with the key in {key}: {found}"
+            f"--tls-certificate {settings.tls_certificate} can't serve with the key in {key}: {cause}"
         ) from None
     if problem := refusal_of(server, settings.tls_certificate):
         log.warning("clients will refuse the certificate", path=str(settings.tls_certificate), reason=problem)
@@ -115,9 +115,8 @@ def backlog_of(max_connections: int) -> int:
     """How many connections may wait to be accepted. They are accepted all at once: more than there
     are files for would stop the accepting for a second."""
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return max(
-        LEAST_BACKLOG, min(BACKLOG, (limit - 3 * max_connections - OTHER_FILES) // 2)
-    )  # 3: twice as many that are answered, and as many handshakes
+    # 3: twice as many that are answered, and as many handshakes
+    return max(LEAST_BACKLOG, min(BACKLOG, (limit - 3 * max_connections - OTHER_FILES) // 2))
 
 
 class DrainingServer(uvicorn.Server):

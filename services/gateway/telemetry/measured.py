@@ -1,7 +1,6 @@
 """Measured: the clock of one response, from its submission to its end. Makes its metrics, its line
 in the log, and its part of the trace."""
 
-import time
 from dataclasses import dataclass
 
 from services.gateway.telemetry.metrics import Metrics, ModelMetrics
@@ -44,11 +43,11 @@ class ResponseMeter:
     ends are counted."""
 
     def __init__(self, metrics: Metrics, *, is_resumed: bool = False) -> None:
-        self.metrics = metrics
+        self.metrics, self.clock = metrics, metrics.clock
         self.is_resumed = is_resumed
         self.root = current_root()
         self.failure: RequestError | None = None  # with which the response ended
-        self._started_at, self._submitted_at = time.monotonic(), time.time()
+        self._started_at, self._submitted_at = self.clock.monotonic(), self.clock.wall()
         self._heard_at = 0.0  # wall clock: the first event
         self._clocks: list[SequenceClock] = []
 
@@ -74,19 +73,18 @@ class ResponseMeter:
     def event(self, index: int, event: TokenEvent) -> None:
         """An event of the sequence with this index."""
         clock = self._clocks[index]
-        self._heard_at = self._heard_at or time.time()
+        self._heard_at = self._heard_at or self.clock.wall()
         if event.num_prompt_tokens:  # an end that a gateway wrote does not know it
             clock.num_prompt_tokens, clock.num_cached_tokens = event.num_prompt_tokens, event.num_cached_tokens
-        if (
-            event.token_id is not None and event.position > clock.position
-        ):  # one that is read again, to be parsed, has been counted
+        # one that is read again, to be parsed, has been counted
+        if event.token_id is not None and event.position > clock.position:
             clock.position = event.position
             self._token(clock)
         if event.finish_reason is not None and clock.finish_reason is None:
             self._end(index, event.finish_reason, event.error)
 
     def _token(self, clock: SequenceClock) -> None:
-        now = time.monotonic()
+        now = self.clock.monotonic()
         clock.num_tokens += 1
         self.metrics.token(self._figures)
         if not self.is_resumed:
@@ -115,7 +113,7 @@ class ResponseMeter:
             return
         if clock.num_tokens:
             figures.num_generation_tokens.observe(clock.num_tokens)
-        figures.e2e.observe(time.monotonic() - self._started_at)
+        figures.e2e.observe(self.clock.monotonic() - self._started_at)
         times = (
             (figures.tpot, clock.tpot_s),
             (figures.tokenize, timeline.tokenize_s),
@@ -135,7 +133,7 @@ class ResponseMeter:
             figures.success[choice.finish_reason if choice.finish_reason in figures.success else "stop"].inc()
             self.metrics.token(figures, choice.num_output_tokens)
             figures.prompt_tokens.inc(choice.num_prompt_tokens)
-            figures.e2e.observe(time.monotonic() - self._started_at)
+            figures.e2e.observe(self.clock.monotonic() - self._started_at)
 
     def finish(self) -> None:
         """The response has ended here: all of it, or its client has gone, or `failure` says why.
@@ -147,7 +145,7 @@ class ResponseMeter:
                 self._end(index, "cancelled" if failure is None else "error", failure)
         reasons = {clock.finish_reason for clock in self._clocks}
         status = failure.status if failure is not None else CLIENT_CLOSED if "cancelled" in reasons else 200
-        self._say(status, "+".join(sorted(each for each in reasons if each is not None)) or None)
+        self._say(status, "+".join(sorted(reason for reason in reasons if reason is not None)) or None)
 
     def _say(self, status: int, finish_reason: str | None) -> None:
         """One line, and the end of the trace. Of several sequences: sums of tokens, the longest
@@ -163,17 +161,17 @@ class ResponseMeter:
             "num_output_tokens": sum(clock.num_tokens for clock in clocks),
         }
         times = {
-            "tokenize_s": longest([each.tokenize_s for each in timelines]),
-            "queue_s": longest([each.queue_s for each in timelines]),
-            "prefill_s": longest([each.prefill_s for each in timelines]),
-            "decode_s": longest([each.decode_s for each in timelines]),
+            "tokenize_s": longest([timeline.tokenize_s for timeline in timelines]),
+            "queue_s": longest([timeline.queue_s for timeline in timelines]),
+            "prefill_s": longest([timeline.prefill_s for timeline in timelines]),
+            "decode_s": longest([timeline.decode_s for timeline in timelines]),
             "ttft_s": min(firsts) - self._started_at if firsts else None,
             "tpot_s": longest([clock.tpot_s for clock in clocks]),
-            "e2e_s": None if self.is_resumed else time.monotonic() - self._started_at,
+            "e2e_s": None if self.is_resumed else self.clock.monotonic() - self._started_at,
         }
         replicas = {
-            "compute": joined([each.compute_id for each in timelines]),
-            "sampler": joined([each.sampler_id for each in timelines]),
+            "compute": joined([timeline.compute_id for timeline in timelines]),
+            "sampler": joined([timeline.sampler_id for timeline in timelines]),
         }
         trace = {"trace_id": record.traceparent[3:35]} if record.traceparent else {}
         rounded = {name: None if seconds is None else round(seconds, 6) for name, seconds in times.items()}
@@ -195,7 +193,7 @@ class ResponseMeter:
             self.root.record(
                 "stream",
                 self._heard_at,
-                time.time(),
+                self.clock.wall(),
                 {"penstock.is_resumed": self.is_resumed},
                 parent=record.traceparent,
             )

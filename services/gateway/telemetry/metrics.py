@@ -1,14 +1,13 @@
 """The page /metrics: this gateway's own counts and times here, and the pipeline's
 state (pipeline_state.py).
 
-Names are vLLM's where the meaning is the same, with our prefix; docs/operate/observe.md has them all. A
+Names are vLLM's where the meaning is the same, with our prefix; docs/reference/metrics.md has them all. A
 request here is a sequence: a response has one for each prompt and choice. What a gateway counts
 itself adds up over gateways; what it tells of other replicas, every gateway tells, by `replica`.
 """
 
 import asyncio
 import statistics
-import time
 from bisect import bisect_left
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
@@ -25,6 +24,7 @@ from redis.exceptions import RedisError
 
 from services.gateway.telemetry.pipeline_state import PipelineState
 from services.requests.store.batches.figures import BatchFigures
+from shared.process.clock import SYSTEM_CLOCK, Clock
 from shared.process.telemetry import get_logger
 from shared.wire.load import Load
 from shared.wire.messages import RequestError
@@ -138,10 +138,11 @@ class ModelMetrics:
 
 
 class Metrics:
-    def __init__(self, stages: Mapping[str, Stage]) -> None:
+    def __init__(self, stages: Mapping[str, Stage], clock: Clock = SYSTEM_CLOCK) -> None:
         """stages: this gateway's, by cell, home first."""
         disable_created_metrics()  # type: ignore[no-untyped-call]
         self.stages = stages
+        self.clock = clock
         self.registry = CollectorRegistry()
         self.success = self._counter(
             "request_success",
@@ -220,15 +221,15 @@ class Metrics:
 
     def of(self, model: str) -> ModelMetrics:
         """The figures of a served model, by its own name."""
-        if (found := self._of.get(model)) is None:
+        if (figures := self._of.get(model)) is None:
             names = [name for name in ModelMetrics.__slots__ if name not in ("success", "tokens")]
             success = {reason: self.success.labels(model, reason) for reason in FINISH_REASONS}
-            found = self._of[model] = ModelMetrics(
+            figures = self._of[model] = ModelMetrics(
                 success, tokens=self.tokens.of(model), **{name: getattr(self, name).labels(model) for name in names}
             )
             for reason in REJECTIONS:
                 self.rejected.labels(model, reason)
-        return found
+        return figures
 
     def refused(self, model: str, reason: str) -> None:
         self.rejected.labels(model, reason).inc()
@@ -248,11 +249,11 @@ class Metrics:
     def first_token(self, figures: ModelMetrics, seconds: float) -> None:
         """A sequence's first token came so long after its submission."""
         figures.ttft.observe(seconds)
-        self._ttfts.append((time.monotonic(), seconds))
+        self._ttfts.append((self.clock.monotonic(), seconds))
 
     def load(self) -> Load:
         """Figures for the registry, where penstock status reads them. Safe from any thread."""
-        since = time.monotonic() - RECENT_S
+        since = self.clock.monotonic() - RECENT_S
         recent = [seconds for at, seconds in list(self._ttfts) if at > since]
         return Load(output_tokens=self.num_output_tokens, ttft_s=statistics.median(recent) if recent else None)
 
@@ -268,9 +269,9 @@ class Metrics:
         for model in models:
             self.of(model)  # so that its series begin with 0
         answers = await asyncio.gather(*(self._ask(client, models) for client in clients))
-        found = [each for each in answers if each is not None]
-        lengths, in_flight = Counter[str](), {model: (0, 0) for model in models if found}
-        for own_lengths, own, _ in found:
+        replies = [answer for answer in answers if answer is not None]
+        lengths, in_flight = Counter[str](), {model: (0, 0) for model in models if replies}
+        for own_lengths, own, _ in replies:
             lengths.update(own_lengths)
             in_flight = {
                 model: (count + own[model][0], tokens + own[model][1]) for model, (count, tokens) in in_flight.items()
@@ -278,7 +279,7 @@ class Metrics:
         batches = answers[0][2] if answers[0] is not None else None
         snapshot = CollectorRegistry()
         snapshot.register(
-            PipelineState(tuple(replicas), dict(lengths), in_flight, batches, is_redis_up=len(found) == len(clients))
+            PipelineState(tuple(replicas), dict(lengths), in_flight, batches, is_redis_up=len(replies) == len(clients))
         )
         return generate_latest(self.registry) + generate_latest(snapshot)
 
@@ -318,7 +319,7 @@ def seen_in(cell: str, stage: Stage, *, is_home: bool) -> list[Replica]:
     if is_home:
         return list(stage.registry.replicas)
     return [
-        replace(each, replica_id=f"{cell}/{each.replica_id}")
-        for each in stage.registry.replicas
-        if each.stage != "gateway"
+        replace(replica, replica_id=f"{cell}/{replica.replica_id}")
+        for replica in stage.registry.replicas
+        if replica.stage != "gateway"
     ]

@@ -132,9 +132,8 @@ class PipelineState(Collector):
         compute = [
             replica for replica in self.replicas if replica.stage == "compute" and replica.load.steps is not None
         ]
-        encoders = [
-            replica for replica in self.replicas if replica.stage == "encoder"
-        ]  # which have some of compute's figures
+        # which have some of compute's figures
+        encoders = [replica for replica in self.replicas if replica.stage == "encoder"]
         for kind, table in ((GaugeMetricFamily, COMPUTE_GAUGES), (CounterMetricFamily, COMPUTE_COUNTERS)):
             for key, (name, text) in table.items():
                 yield _by_replica(kind, name, text, [*compute, *encoders], key)

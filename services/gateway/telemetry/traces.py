@@ -28,10 +28,12 @@ class Root:
     started_at: float  # wall clock, s
     traceparent: str  # of the span; empty: it is not sampled
 
-    def record(self, name: str, started_at: float, ended_at: float, said: Attributes, *, parent: str = "") -> None:
+    def record(
+        self, name: str, started_at: float, ended_at: float, attributes: Attributes, *, parent: str = ""
+    ) -> None:
         """A child that has ended; parent: of another trace, if it belongs there."""
         if joined := parent or self.traceparent:
-            self.tracer.record(name, joined, started_at, ended_at, said)
+            self.tracer.record(name, joined, started_at, ended_at, attributes)
 
 
 _root: ContextVar[Root | None] = ContextVar("root", default=None)
@@ -52,10 +54,10 @@ def trace_headers(headers: Headers) -> dict[str, str]:
 
 
 @contextmanager
-def rooted(tracer: Tracer, name: str, headers: dict[str, str], said: Attributes) -> Iterator["Span"]:
+def rooted(tracer: Tracer, name: str, headers: dict[str, str], attributes: Attributes) -> Iterator["Span"]:
     """A root for what happens within, and in tasks that begin there."""
     started_at = time.time()
-    span = tracer.start(name, headers, started_at, said)
+    span = tracer.start(name, headers, started_at, attributes)
     token = _root.set(Root(tracer, span, started_at, tracer.traceparent(span)))
     try:
         yield span
@@ -76,7 +78,10 @@ def admission_span(num_sequences: int) -> Iterator[None]:
         raise
     finally:
         if root is not None:
-            said: dict[str, str | int] = {"penstock.num_sequences": num_sequences}
+            attributes: dict[str, str | int] = {"penstock.num_sequences": num_sequences}
             root.record(
-                "admission", root.started_at, time.time(), said | ({"error.type": error_type} if error_type else {})
+                "admission",
+                root.started_at,
+                time.time(),
+                attributes | ({"error.type": error_type} if error_type else {}),
             )

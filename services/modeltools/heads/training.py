@@ -101,9 +101,8 @@ def _step(heads: TrainableHeads, answers: Answers, head: Tensor, begin: Tensor) 
     losses = []
     for number in range(num_heads):
         wanted = targets[:, number + 1 : number + 1 + WINDOW].flatten(0, 1)
-        counts = (
-            (answers.numbers[rows + number + 1] == answers.numbers[rows]).flatten().float()
-        )  # not of the next answer
+        # not of the next answer
+        counts = (answers.numbers[rows + number + 1] == answers.numbers[rows]).flatten().float()
         y = heads(x, number)
         with torch.no_grad():
             logits = linear(y.bfloat16(), head).float()

@@ -269,9 +269,8 @@ def chat(options: ChatSettings, question: str) -> int:
     try:
         one = Chat(server, options, make_display())
         if is_interactive:
-            with on_interrupt(
-                signal.SIG_IGN
-            ):  # between two answers Ctrl-C is the prompt's, which reads keys; as a signal it would end the chat
+            # between two answers Ctrl-C is the prompt's, which reads keys; as a signal it would end the chat
+            with on_interrupt(signal.SIG_IGN):
                 converse(one)
             return 0
         answer = one.ask(question)

@@ -23,21 +23,18 @@ from rich.text import Text
 from rich.theme import Theme
 
 DRAW_EVERY_S = 0.05
-DRAWING_SHARE = (
-    5  # times as long as a drawing took, none follows: a list of a thousand points is one block, and takes its time
-)
+# times as long as a drawing took, none follows: a list of a thousand points is one block, and takes its time
+DRAWING_SHARE = 5
 THEME = Theme({"markdown.code": "bold cyan", "markdown.h1": "bold underline"})  # readable on a light terminal, too
-CONTROLS = dict.fromkeys(
-    [*range(9), *range(11, 32), *range(127, 160)]
-)  # all but tab and newline: a model must not steer the terminal
+# all but tab and newline: a model must not steer the terminal
+CONTROLS = dict.fromkeys([*range(9), *range(11, 32), *range(127, 160)])
 PADDING = re.compile(r" +((?:\x1b\[[0-9;]*m)*)$")  # rich fills lines up, which a copy would have
 MARK_PASTES, NO_MARKS = (
     "\x1b[?2004h",
     "\x1b[?2004l",
 )  # a terminal puts marks around a paste, which the prompt then knows as one
-PARSER = MarkdownIt("commonmark", {"html": False}).enable(
-    ["strikethrough", "table"]
-)  # <tags> that a model writes are text
+# <tags> that a model writes are text
+PARSER = MarkdownIt("commonmark", {"html": False}).enable(["strikethrough", "table"])
 
 
 class Display(Protocol):
@@ -193,9 +190,8 @@ class Region:
         if num_same == len(lines) and num_same:
             num_same -= 1  # fewer lines than before: the cursor belongs at the end of the last
         height, width = self.console.height, self.console.width
-        rows = [
-            max(1, math.ceil(Text.from_ansi(line).cell_len / width)) for line in old
-        ]  # of lines that were drawn for another width, several
+        # of lines that were drawn for another width, several
+        rows = [max(1, math.ceil(Text.from_ansi(line).cell_len / width)) for line in old]
         while num_same < len(old) and sum(rows[num_same:]) > height:
             num_same += 1  # out of reach: it has scrolled away
         new = "\n".join(lines[num_same:])

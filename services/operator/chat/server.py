@@ -18,9 +18,8 @@ from shared.process.errors import PenstockError, StartupError, words_of
 
 KEYS = ("PENSTOCK_API_KEY", "OPENAI_API_KEY")  # in the environment: the first that is set goes along as a bearer token
 CONNECT_TIMEOUT_S = 10.0
-SILENCE_TIMEOUT_S = (
-    60.0  # Penstock sends a comment every few seconds; others may think for minutes before their first byte
-)
+# Penstock sends a comment every few seconds; others may think for minutes before their first byte
+SILENCE_TIMEOUT_S = 60.0
 PATIENCE_S = 60.0  # without a single event, before a broken answer is given up
 TELL_AFTER_S = 2.0  # without one, the user sees a notice; a gateway that died is mostly back by then
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.2, 3.0  # between two tries

@@ -6,20 +6,21 @@ import time
 import uuid
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgpack
-import redis
-import redis.asyncio
 from msgspec import structs
 
 from services.requests.store.tenants.tenant import Tenant
-from services.requests.text.parsing.answer import Parsing
+from shared.model.parsing.answer import Parsing
 from shared.model.sampling_params import SEEDS, SamplingParams
 from shared.process.errors import Invalid
 from shared.process.telemetry import get_logger
 from shared.wire.messages import decode_record
 from shared.wire.streams import response_key
+
+if TYPE_CHECKING:  # the helper that parses bodies needs no Redis, and each gateway starts it
+    import redis.asyncio
 
 log = get_logger("penstock.gateway")
 
@@ -69,9 +70,8 @@ class ResponseRecord:
     traceparent: str = ""  # of its trace; empty: it has none
     resume_within_s: float = 0.0  # stream_options.resume_within_s: its client's leaving cancels it only then
     echoed: str = ""  # what a chat's answer begins with: its last message, which it goes on with
-    checks: Sequence[
-        Sequence[str]
-    ] = ()  # as of schemas.prepare.Enforceable: what the answer is held against at its end
+    # as of schemas.prepare.Enforceable: what the answer is held against at its end
+    checks: Sequence[Sequence[str]] = ()
     # files of images, by digest: here until it is submitted, and in no record
     images: dict[str, bytes] = field(default_factory=dict)
 

@@ -72,18 +72,18 @@ def place_images(token_ids: Array, images: Sequence[PromptImage], placeholder_id
     """token_ids: [n], with the model's image token in the places. Raises Invalid if these are not as
     many as the images take."""
     indices = np.flatnonzero(token_ids == placeholder_id) if images else np.zeros(0, np.int64)
-    if len(indices) != sum(each.num_tokens for each in images):
+    if len(indices) != sum(image.num_tokens for image in images):
         raise Invalid("the prompt has not as many places as its images take", param="messages")
     placed, runs, at = token_ids.astype(np.int64), list[ImageRun](), 0
-    for each in images:
-        places = indices[at : at + each.num_tokens]
-        placed[places] = names_of(each.image.key, each.num_tokens)
+    for image in images:
+        places = indices[at : at + image.num_tokens]
+        placed[places] = names_of(image.image.key, image.num_tokens)
         for run in np.split(np.arange(len(places)), np.flatnonzero(np.diff(places) != 1) + 1):
-            runs.append(ImageRun(int(places[run[0]]), len(run), each.image.key, int(run[0])))
-        at += each.num_tokens
-    if not any(each.num_columns for each in images):
+            runs.append(ImageRun(int(places[run[0]]), len(run), image.image.key, int(run[0])))
+        at += image.num_tokens
+    if not any(image.num_columns for image in images):
         return PlacedPrompt(placed, tuple(runs))
-    if any(each.num_rows * each.num_columns != each.num_tokens for each in images) or len(runs) != len(images):
+    if any(image.num_rows * image.num_columns != image.num_tokens for image in images) or len(runs) != len(images):
         raise Invalid("an image of the prompt has not as many places as it has rows and columns", param="messages")
     return PlacedPrompt(placed, tuple(runs), *image_positions(len(placed), images, runs))
 

@@ -29,7 +29,7 @@ local asked, record, content = cmsgpack.unpack(ARGV[1]), ARGV[2], ARGV[3]
 local FIRST_MESSAGE = 4
 local requests, tokens, size, ttl, limits = asked.requests, asked.tokens, asked.size, asked.ttl, asked.charge
 local num_requests, first = #requests, requests[1][1]
-local bytes_held = account .. ':bytes'
+local bytes_held, now = account .. ':bytes', redis.call('TIME')[1]
 
 local function forget(member)
   if redis.call('ZREM', account, member) == 1 then redis.call('DECRBY', bytes_held, string.match(member, '^%d+')) end
@@ -38,20 +38,19 @@ end
 -- The bytes in the account, once what has expired is out of it. If they are more than `room`, entries of
 -- which Redis has lost the data go, too.
 local function count_bytes(room)
-  local now = redis.call('TIME')[1]
   for _, member in ipairs(redis.call('ZRANGEBYSCORE', account, '-inf', now, 'LIMIT', 0, MAX_CHECKED)) do forget(member) end
-  if tonumber(redis.call('GET', bytes_held) or '0') > room then
-    for _, member in ipairs(redis.call('ZRANGE', account, 0, MAX_CHECKED - 1)) do
-      local id = string.match(member, '/(.*)$')
-      if redis.call('EXISTS', prefix .. 'open:' .. id, prefix .. 'stored:' .. id) == 0 then forget(member) end
-    end
+  local held = tonumber(redis.call('GET', bytes_held) or '0')
+  if held <= room then return held end
+  for _, member in ipairs(redis.call('ZRANGE', account, 0, MAX_CHECKED - 1)) do
+    local id = string.match(member, '/(.*)$')
+    if redis.call('EXISTS', prefix .. 'open:' .. id, prefix .. 'stored:' .. id) == 0 then forget(member) end
   end
   return tonumber(redis.call('GET', bytes_held) or '0')
 end
 
 local function wait_for_room()
   local oldest = redis.call('ZRANGE', account, 0, 0, 'WITHSCORES')[2]
-  return oldest and math.max(1, oldest - redis.call('TIME')[1]) or 1
+  return oldest and math.max(1, oldest - now) or 1
 end
 
 if redis.call('HEXISTS', inflight, first) == 1 or redis.call('EXISTS', log) == 1 then return {{}} end
@@ -82,7 +81,7 @@ redis.call('EXPIRE', images, ttl)
 redis.call('HSET', open, 'left', num_requests, 'account', account, 'size', size, 'keeps', asked.keeps)
 redis.call('EXPIRE', open, ttl)
 -- none is added if the response is there: a batch's worker submits again what Redis has lost in part
-local added = redis.call('ZADD', account, redis.call('TIME')[1] + ttl, size .. '/' .. string.match(first, '^(.*)%.'))
+local added = redis.call('ZADD', account, now + ttl, size .. '/' .. string.match(first, '^(.*)%.'))
 redis.call('INCRBY', bytes_held, size * added)
 redis.call('EXPIRE', account, ttl)
 redis.call('EXPIRE', bytes_held, ttl)

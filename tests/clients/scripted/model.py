@@ -64,6 +64,7 @@ class ScriptedModel:
     splits_prompts = takes_segments = True
     finds_slots = False
     longest_text = None
+    state_bytes = 0
 
     def __init__(self, vocab_size: int, next_token: Callable[[np.ndarray], int]) -> None:
         """next_token: of a sequence's tokens [n] the one that follows."""

@@ -16,18 +16,7 @@ FOLDER = "tests/kernels/cuda"
 def main() -> int:
     (ROOT / "build/gpu.json").unlink(missing_ok=True)  # what it says has been run is not run again
     run("bench.gpu", "--out", "build", *sys.argv[1:], TRITON_INTERPRET="1")
-    run(
-        "pytest",
-        "-p",
-        "tests.forked",
-        "--forks",
-        str(os.cpu_count()),
-        "-m",
-        "",
-        FOLDER,
-        f"{FOLDER}/more_models.py",
-        f"{FOLDER}/more_bench.py",
-    )
+    run("pytest", "--numprocesses", "auto", "-m", "", FOLDER, f"{FOLDER}/more_models.py", f"{FOLDER}/more_bench.py")
     run("tests.kernels.cuda.compiled", "80", "89", "90")
     return 0
 

@@ -183,7 +183,7 @@ def join(layers: Sequence["NativeLinear"], *, is_gated: bool) -> "NativeLinear":
     first.following = tuple(layers[1:])
     if first.following:
         first.struct.is_gate = int(is_gated)
-        first.num_outputs = first.struct.n if is_gated else sum(each.struct.n for each in layers)
+        first.num_outputs = first.struct.n if is_gated else sum(layer.struct.n for layer in layers)
     return first
 
 
@@ -310,7 +310,7 @@ class NativeLinear:
                 self.parts["table"].copy_(matrix.table)
             halves = [each.half() if each is not None else None for each in (matrix.scales, matrix.minima)]
             parts = (matrix.codes, halves[0], matrix.zeros, halves[1], matrix.steps, matrix.minimum_steps)
-            kept = [None if each is None else each.contiguous() for each in parts]
+            kept = [None if part is None else part.contiguous() for part in parts]
             self.context.pack_groups(self.address, *map(pointer, kept), pointer(bias))
             self._bound_values()
 

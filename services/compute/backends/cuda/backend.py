@@ -198,7 +198,7 @@ class CudaBackend:
         block_bytes = layers[0][0, 0].nbytes
         assert block_bytes % WORD == 0
         bases, pairs = to_device_together(
-            [np.array([each.data_ptr() for each in layers], np.int64), np.array(copies, np.int64)], self.device
+            [np.array([layer.data_ptr() for layer in layers], np.int64), np.array(copies, np.int64)], self.device
         )
         num_words = block_bytes // WORD
         kernels.copy_blocks[(len(layers), 2, triton.cdiv(num_words, COPIED_AT_ONCE))](

@@ -160,13 +160,13 @@ def draws_of(wanted: SearchRequest) -> Array:
 
 def to_host(*tensors: Tensor) -> list[Tensor]:
     """Copies on the host, begun as one asynchronous transfer. tensors: those of wider numbers first."""
-    there = torch.cat([each.flatten().view(torch.uint8) for each in tensors])
+    there = torch.cat([tensor.flatten().view(torch.uint8) for tensor in tensors])
     here = (
         there
         if there.device.type == "cpu"
         else torch.empty(there.shape, dtype=there.dtype, pin_memory=True).copy_(there, non_blocking=True)
     )
-    pieces = torch.split(here, [each.nbytes for each in tensors])
+    pieces = torch.split(here, [tensor.nbytes for tensor in tensors])
     return [piece.view(each.dtype).view(each.shape) for piece, each in zip(pieces, tensors, strict=True)]
 
 

@@ -126,7 +126,7 @@ def quantize_int4(weight: Tensor, group: int) -> Int4Columns:
     low, high = groups.amin(-1).clamp(max=0.0), groups.amax(-1).clamp(min=0.0)
     even = ((high - low) / 15.0).clamp(min=MIN_STEP)
     scales = choose_scales(even, torch.maximum(-low, high))[:, None]
-    least, zeros, steps = even.new_full(even.shape, torch.inf), torch.zeros_like(even), torch.ones_like(even)
+    smallest, zeros, steps = even.new_full(even.shape, torch.inf), torch.zeros_like(even), torch.ones_like(even)
     for more in (-1, 0, 1):
         some = ((even / scales).floor() + more).clamp(1, MAX_STEPS)
         unit = some * scales
@@ -135,9 +135,9 @@ def quantize_int4(weight: Tensor, group: int) -> Int4Columns:
                 round_int4(groups, some, each, scales).sub_(each[..., None]).mul_(unit[..., None]).sub_(groups).abs_()
             )
             losses = errors.pow_(3).sum(-1)
-            is_less = losses < least
-            least, zeros, steps = (
-                torch.where(is_less, a, b) for a, b in ((losses, least), (each, zeros), (some, steps))
+            is_less = losses < smallest
+            smallest, zeros, steps = (
+                torch.where(is_less, a, b) for a, b in ((losses, smallest), (each, zeros), (some, steps))
             )
     codes = round_int4(groups, steps, zeros, scales)
     return Int4Columns(
@@ -148,18 +148,18 @@ def quantize_int4(weight: Tensor, group: int) -> Int4Columns:
 def choose_scales(even: Tensor, reach: Tensor) -> Tensor:
     """Scales [n] of columns over which their groups' even steps are most nearly whole, none more than
     MAX_STEPS, and with which int8 reaches the largest magnitudes. even, reach: [n, groups]."""
-    least = torch.maximum(reach / 127.0, even / MAX_STEPS).amax(-1, keepdim=True)
+    smallest = torch.maximum(reach / 127.0, even / MAX_STEPS).amax(-1, keepdim=True)
     factors = torch.tensor(SCALE_FACTORS, device=even.device)
-    scales = (least * factors)[..., None]  # [n, factors, 1]
+    scales = (smallest * factors)[..., None]  # [n, factors, 1]
     errors = ((even[:, None] / scales).round().clamp(1, MAX_STEPS) * scales - even[:, None]).square().sum(-1)
-    return least[:, 0] * factors[errors.argmin(-1)]
+    return smallest[:, 0] * factors[errors.argmin(-1)]
 
 
 def round_int4(weights: Tensor, steps: Tensor, zeros: Tensor, scales: Tensor) -> Tensor:
     """The codes, as floats, of weights [..., group] whose products with steps are int8. steps, zeros:
     [...], zeros from 0 on."""
-    most = (127.0 / steps).floor()
-    lowest, highest = zeros - torch.minimum(zeros, most), zeros + torch.minimum(15.0 - zeros, most)
+    widest = (127.0 / steps).floor()
+    lowest, highest = zeros - torch.minimum(zeros, widest), zeros + torch.minimum(15.0 - zeros, widest)
     return (
         (weights / (steps * scales)[..., None])
         .add_(zeros[..., None])
@@ -325,7 +325,8 @@ def paged_attention(
         .float()
     )
     own, ends = (
-        F.pad(each.repeat_interleave(group, 1), (0, rows.shape[2] - num_rows))[:, None, :, None] for each in positions
+        F.pad(position.repeat_interleave(group, 1), (0, rows.shape[2] - num_rows))[:, None, :, None]
+        for position in positions
     )
     highest = torch.full((*rows.shape[:3], 1), LOWEST, device=q.device)
     total = torch.zeros_like(highest)

@@ -178,7 +178,7 @@ def _form(hint: Any) -> ValueCodec | None:
     if (
         types.NoneType in arguments
         and len(arguments) == 2
-        and (some := _form(next(each for each in arguments if each is not types.NoneType))) is not None
+        and (some := _form(next(argument for argument in arguments if argument is not types.NoneType))) is not None
     ):
         return ValueCodec(
             lambda value: None if value is None else some.pack(value),

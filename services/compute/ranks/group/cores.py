@@ -29,7 +29,7 @@ def divide(cores: set[int], num_ranks: int, nodes: list[list[int]], siblings: li
     if len(cores) < num_ranks:
         return [frozenset()] * num_ranks
     node_of = {core: number for number, each in enumerate(nodes) for core in each}
-    first_of = {core: each[0] for each in siblings for core in each}
+    first_of = {core: threads[0] for threads in siblings for core in threads}
     ordered = sorted(cores, key=lambda core: (node_of.get(core, 0), first_of.get(core, core), core))
     each, more = divmod(len(ordered), num_ranks)
     stops = [rank * each + min(rank, more) for rank in range(num_ranks + 1)]

@@ -44,7 +44,7 @@ def divide_heads(num_heads: int, num_kv_heads: int, size: int, *, may_repeat: bo
         if size > num_kv_heads:
             divisions.append(_by_ranks(sharing, Share(0, num_kv_heads).parts(size, unit=1)))
     found = [
-        tuple(HeadsOfRank(each, range(each.start // sharing, -(-each.stop // sharing))) for each in queries)
+        tuple(HeadsOfRank(query, range(query.start // sharing, -(-query.stop // sharing))) for query in queries)
         for queries in divisions
     ]
     return min((each for each in found if _most_kv(each) <= _most_kv(found[0])), key=_most_columns)

@@ -30,11 +30,11 @@ class Sender:
     def __init__(self, group: Messages, layers: Sequence[Tensor]) -> None:
         """layers: the rank's part of each layer, [bytes] uint8."""
         self.group = group
-        self.layers = [each for each in layers if each.numel()]
+        self.layers = [layer for layer in layers if layer.numel()]
 
     def send(self) -> None:
         """Send all layers, once. Returns when rank 0 has them."""
-        for work in [self.group.send([each], 0, TAG) for each in self.layers]:
+        for work in [self.group.send([layer], 0, TAG) for layer in self.layers]:
             work.wait()
 
 

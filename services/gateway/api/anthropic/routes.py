@@ -128,13 +128,13 @@ async def list_batches(
 ) -> JSONResponse:
     """The batches that there are, the newest first."""
     context = context_of(request)
-    found = await context.batches.list_of(context.tenant.tenant_id, after_id, MAX_KEPT)
-    names = [each.record.batch_id for each in found]
+    listed = await context.batches.list_of(context.tenant.tenant_id, after_id, MAX_KEPT)
+    names = [each.record.batch_id for each in listed]
     if before_id is not None and before_id not in names:
         raise Invalid(f"no batch {before_id[:64]!r} in this list", param="before_id")
     own = [
         each
-        for each in found[: names.index(before_id) if before_id is not None else None]
+        for each in listed[: names.index(before_id) if before_id is not None else None]
         if each.record.endpoint == ENDPOINT
     ]
     page = own[-limit:] if before_id is not None else own[:limit]
@@ -203,8 +203,8 @@ async def load(context: GatewayContext, batch_id: str) -> Batch:
 
 async def files_of(context: GatewayContext, batch: Batch, *file_ids: str) -> list[FileRecord]:
     """The files that still exist."""
-    found = {each.file_id: each for each in await context.files.list_of(batch.record.owner)}
-    return [found[file_id] for file_id in file_ids if file_id in found]
+    files = {each.file_id: each for each in await context.files.list_of(batch.record.owner)}
+    return [files[file_id] for file_id in file_ids if file_id in files]
 
 
 async def result_lines(context: GatewayContext, files: list[FileRecord]) -> AsyncIterator[bytes]:

@@ -92,8 +92,8 @@ async def list_batches(
     id; or *: those of all that have not ended."""
     context = context_of(request)
     if tenant is None:
-        found = await context.batches.list_of(context.tenant.tenant_id, after, limit + 1)
-        return JSONResponse(page_of(found, None, limit, lambda each: each.record.batch_id, Batch.describe))
+        listed = await context.batches.list_of(context.tenant.tenant_id, after, limit + 1)
+        return JSONResponse(page_of(listed, None, limit, lambda each: each.record.batch_id, Batch.describe))
     check_sees_all(context.tenant)
     if tenant == "*":
         return JSONResponse(
@@ -101,8 +101,8 @@ async def list_batches(
                 await context.batches.running(), after, limit, lambda each: each.record.batch_id, describe_with_tenant
             )
         )
-    found = await context.batches.list_of(tenant, after, limit + 1)
-    return JSONResponse(page_of(found, None, limit, lambda each: each.record.batch_id, describe_with_tenant))
+    listed = await context.batches.list_of(tenant, after, limit + 1)
+    return JSONResponse(page_of(listed, None, limit, lambda each: each.record.batch_id, describe_with_tenant))
 
 
 def describe_with_tenant(batch: Batch) -> dict[str, Any]:

@@ -7,9 +7,8 @@ from pydantic import BeforeValidator, Field
 
 from services.requests.bodies.body import Body
 from services.requests.bodies.fields import at_most
-from services.requests.store.batches.store import LONGEST_WINDOW_S
 from shared.process.errors import Invalid
-from shared.wire.streams import FILE_TTL_S
+from shared.wire.streams import FILE_TTL_S, LONGEST_WINDOW_S
 
 SECONDS = {"s": 1, "m": 60, "h": 3600}
 WINDOW = re.compile(r"([1-9]\d{0,5})([smh])")
@@ -39,8 +38,8 @@ class BatchBody(Body):
     @property
     def window_s(self) -> int:
         """Raises Invalid."""
-        found = WINDOW.fullmatch(self.completion_window)
-        seconds = int(found[1]) * SECONDS[found[2]] if found is not None else 0
+        match = WINDOW.fullmatch(self.completion_window)
+        seconds = int(match[1]) * SECONDS[match[2]] if match is not None else 0
         if not 0 < seconds <= LONGEST_WINDOW_S:
             raise Invalid(
                 f"completion_window must be 24h, or a shorter one such as 90m, got {self.completion_window!r}",

@@ -111,13 +111,15 @@ async def list_files(
 ) -> JSONResponse:
     """The files that there are, the newest first."""
     context = context_of(request)
-    found = [
+    records = [
         each
         for each in await context.files.list_of(context.tenant.tenant_id)
         if purpose is None or each.purpose == purpose
     ]
     return JSONResponse(
-        page_of(found if order == "desc" else found[::-1], after, limit, lambda each: each.file_id, FileRecord.describe)
+        page_of(
+            records if order == "desc" else records[::-1], after, limit, lambda each: each.file_id, FileRecord.describe
+        )
     )
 
 

@@ -94,7 +94,7 @@ class LlamaResponder(Responder):
             "truncated": False,
             "stop_type": ("word" if word else "eos") if has_stopped else "limit",
             "stopping_word": word,
-            "timings": timings(choice, self.measured.timelines[choice.index]),
+            "timings": timings(choice, self.measured),
             **probabilities(logprobs),
         }
         return picked(answer, self.body.response_fields) if self.body.response_fields else answer
@@ -120,14 +120,14 @@ def probabilities(logprobs: Sequence[TokenLogprob] | None) -> Json:
 def picked(answer: Json, paths: Sequence[str]) -> Json:
     """The answer's fields by their paths: a/b is the field b of a, and stands under that whole name.
     What is not there is left out."""
-    found: Json = {}
+    chosen: Json = {}
     for path in paths:
         value: Any = answer
         for name in path.split("/"):
             value = value.get(name, MISSING) if isinstance(value, dict) else MISSING
         if value is not MISSING:
-            found[path] = value
-    return found
+            chosen[path] = value
+    return chosen
 
 
 def generation_settings(params: SamplingParams, body: LlamaBody) -> Json:

@@ -79,7 +79,7 @@ async def answer(
 ) -> Response:
     """Submit the completion that this is here, and answer as llama.cpp would."""
     biases = await biases_of(context, model, body.logit_bias or [])
-    texts = [each if isinstance(each, str) else each.tolist() for each in prompts]
+    texts = [prompt if isinstance(prompt, str) else prompt.tolist() for prompt in prompts]
     asked = parse.check(CompletionBody, body.as_completion(model, texts, biases), lambda path: name_of(path, NAMES))
     measured = ResponseMeter(context.metrics)
     with own_terms(NAMES):
@@ -101,15 +101,15 @@ async def one_piece_each(context: GatewayContext, model: str, prompts: list[Piec
     texts = [pieces[0] for pieces in prompts if len(pieces) == 1 and isinstance(pieces[0], str)]
     if len(texts) == len(prompts):
         return list(texts)
-    found: list[str | TokenIds] = []
+    joined: list[str | TokenIds] = []
     for pieces in prompts:
         encodings = [
             EncodingParams(add_special_tokens=piece is pieces[0]) for piece in pieces if isinstance(piece, str)
         ]
         texts = [piece for piece in pieces if isinstance(piece, str)]
         encoded = iter(await token_ids_of(context, model, texts, encodings) if texts else [])
-        found.append(np.concatenate([next(encoded) if isinstance(piece, str) else piece for piece in pieces]))
-    return found
+        joined.append(np.concatenate([next(encoded) if isinstance(piece, str) else piece for piece in pieces]))
+    return joined
 
 
 async def biases_of(context: GatewayContext, model: str, biases: Biases) -> dict[str, float]:
@@ -120,10 +120,10 @@ async def biases_of(context: GatewayContext, model: str, biases: Biases) -> dict
         if texts
         else []
     )
-    found: dict[str, float] = {}
+    bias_of: dict[str, float] = {}
     for token, bias in biases:
-        found |= dict.fromkeys(map(str, next(encoded).tolist()) if isinstance(token, str) else [str(token)], bias)
-    return found
+        bias_of |= dict.fromkeys(map(str, next(encoded).tolist()) if isinstance(token, str) else [str(token)], bias)
+    return bias_of
 
 
 @router.post("/apply-template", openapi_extra=takes(ChatCompletionBody))

@@ -240,7 +240,7 @@ def rounded(count: int) -> str:
 def model_info(name: str, replica: Replica) -> Json:
     """The facts of a model, by GGUF's names. Those of its shape stand under its family's."""
     family, sizes = replica.weights.get("family", "penstock"), replica.sizes
-    found = {
+    fields = {
         "general.architecture": family,
         "general.basename": replica.model or name,
         "general.name": name,
@@ -250,4 +250,4 @@ def model_info(name: str, replica: Replica) -> Json:
         f"{family}.embedding_length": sizes.get("n_embd"),
         f"{family}.vocab_size": sizes.get("n_vocab"),
     }
-    return {key: value for key, value in found.items() if value is not None}
+    return {key: value for key, value in fields.items() if value is not None}

@@ -38,9 +38,9 @@ def check_beams(request: GenerateRequest, width: int) -> None:
             f"{request.constraint.param} is not available with use_beam_search: leave it out",
             param=request.constraint.param,
         )
-    for each in PARAMETERS:
-        if each.name not in USED and each.of(params) != each.default:
-            raise Invalid(f"{each.name} is not available with use_beam_search: leave it out", param=each.name)
+    for parameter in PARAMETERS:
+        if parameter.name not in USED and parameter.of(params) != parameter.default:
+            raise Invalid(f"{parameter.name} is not available with use_beam_search: leave it out", param=parameter.name)
     if not (params.is_greedy or params.temperature == 1.0):
         raise Invalid(
             "use_beam_search takes the model's own probabilities: leave temperature out, or give 0 or 1",

@@ -104,9 +104,9 @@ async def respond_with_beams(
 
     async def search() -> Response:
         choices: list[Choice] = []
-        for each in requests:
-            found = await search_prompt(context, each, options, num_best=num_best)
-            choices += [parsed(replace(choice, index=len(choices) + choice.index), record) for choice in found]
+        for request in requests:
+            beams = await search_prompt(context, request, options, num_best=num_best)
+            choices += [parsed(replace(choice, index=len(choices) + choice.index), record) for choice in beams]
         measured.whole(record, choices)
         answer = format_for(record).whole(choices)
         # how many tokens of a text that comes whole are thoughts is not known

@@ -10,7 +10,7 @@ from fastapi import APIRouter, Request
 
 from services.gateway.answering.ask import ask_each, ask_tokenizer, question
 from services.gateway.answering.infill import infilled
-from services.gateway.api.openai.tokenize import ContentBody, DetokenizeBody, TokenizeBody
+from services.gateway.api.openai.token_schemas import ContentBody, DetokenizeBody, TokenizeBody
 from services.gateway.context import GatewayContext, context_of
 from services.gateway.http.docs import takes
 from services.requests.dialects.openai.schemas import ChatCompletionBody, CompletionBody, GenerateBody
@@ -41,20 +41,20 @@ async def tokenize(request: Request) -> dict[str, Any]:
     model = context.resolve(body.model)
     messages = (await messages_for(context, body.messages, model))[0] if body.messages is not None else None
     asked = question(context, model, encoding=body.encoding(), messages=messages, prompt=body.prompt, chat=options)
-    found = await ask_tokenizer(context, model, "tokenize", asked)
-    return {name: found[name] for name in ("count", "max_model_len", "tokens", "token_strs")}
+    reply = await ask_tokenizer(context, model, "tokenize", asked)
+    return {name: reply[name] for name in ("count", "max_model_len", "tokens", "token_strs")}
 
 
 async def tokenize_content(context: GatewayContext, body: ContentBody) -> dict[str, Any]:
     """The answer as llama.cpp has it."""
     model = context.resolve(body.model)
-    found = await ask_tokenizer(
+    reply = await ask_tokenizer(
         context, model, "tokenize", question(context, model, encoding=body.encoding(), prompt=body.content)
     )
     if not body.with_pieces:
-        return {"tokens": found["tokens"]}
+        return {"tokens": reply["tokens"]}
     return {
-        "tokens": [{"id": token, "piece": piece} for token, piece in zip(found["tokens"], found["pieces"], strict=True)]
+        "tokens": [{"id": token, "piece": piece} for token, piece in zip(reply["tokens"], reply["pieces"], strict=True)]
     }
 
 

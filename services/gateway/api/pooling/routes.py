@@ -149,9 +149,9 @@ async def rerank_texts(request: Request, context: GatewayContext, body: TextsBod
     return await answer_scores(request, context, body, [body.query], body.texts, "rerank", to_body)
 
 
-def best_first(scores: Sequence[float], most: int | None) -> list[int]:
+def best_first(scores: Sequence[float], max_results: int | None) -> list[int]:
     """The places of the scores, that of the highest first."""
-    return sorted(range(len(scores)), key=lambda index: (-scores[index], index))[: most or None]
+    return sorted(range(len(scores)), key=lambda index: (-scores[index], index))[: max_results or None]
 
 
 async def answer_scores(
@@ -186,7 +186,7 @@ async def answer_scores(
         context,
         pairs,
         kind,
-        lambda record, vectors: to_body(record, [float(probabilities(replica, each)[0]) for each in vectors]),
+        lambda record, vectors: to_body(record, [float(probabilities(replica, vector)[0]) for vector in vectors]),
     )
 
 

@@ -13,7 +13,7 @@ Found = list[tuple[ResponseRecord, bool]]  # with each, whether it runs
 
 async def running(contexts: list[GatewayContext]) -> Found:
     """The responses of all tenants that run now, in these cells."""
-    return [found for context in contexts for found in await _running(context)]
+    return [response for context in contexts for response in await _running(context)]
 
 
 async def _running(context: GatewayContext) -> Found:
@@ -23,19 +23,19 @@ async def _running(context: GatewayContext) -> Found:
             for model in models:
                 pipe.hkeys(inflight_key(model))
             request_ids = [each.decode() for keys in await pipe.execute() for each in keys]
-        return await _records(context, sorted({response_of(each) for each in request_ids if each}))
+        return await _records(context, sorted({response_of(request_id) for request_id in request_ids if request_id}))
 
 
 async def held(contexts: list[GatewayContext], tenant_id: str, count: int) -> Found:
     """A tenant's responses that run or are stored: in each of these cells, the `count` that stay
     longest, and one more."""
-    return [found for context in contexts for found in await _held(context, tenant_id, count)]
+    return [response for context in contexts for response in await _held(context, tenant_id, count)]
 
 
 async def _held(context: GatewayContext, tenant_id: str, count: int) -> Found:
     with redis_errors_as_503():
         members: Any = await context.client.zrevrange(held_key(tenant_id), 0, count)
-        return await _records(context, [each.decode().partition("/")[2] for each in members])
+        return await _records(context, [member.decode().partition("/")[2] for member in members])
 
 
 async def _records(context: GatewayContext, response_ids: list[str]) -> Found:

@@ -45,9 +45,8 @@ async def create(request: Request) -> Response:
     )
     events = ResponseEvents(record, body.asked(requests[0].params))
     if body.background:
-        leave = (
-            context.reading.follow(context.tenant.tenant_id) if body.stream else None
-        )  # before it is submitted: who is refused has begun nothing
+        # before it is submitted: who is refused has begun nothing
+        leave = context.reading.follow(context.tenant.tenant_id) if body.stream else None
         try:
             await context.pipeline.submit_unread(context.caller, record, requests, content)
         except BaseException:
@@ -76,8 +75,8 @@ async def list_responses(
     one tenant, by its id, that run or are stored."""
     context = context_of(request)
     check_sees_all(context.tenant)
-    found = await running(context.everywhere) if tenant == "*" else await held(context.everywhere, tenant, limit)
-    newest = sorted(found, key=lambda each: each[0].created, reverse=True)
+    responses = await running(context.everywhere) if tenant == "*" else await held(context.everywhere, tenant, limit)
+    newest = sorted(responses, key=lambda each: each[0].created, reverse=True)
     return {
         "object": "list",
         "data": [summary(record, is_running=is_running) for record, is_running in newest[:limit]],
@@ -168,8 +167,8 @@ async def input_items(
     context = context_of(request)
     async with context.reading.place(context.caller):
         _, stored = await context.store.load(context.tenant, response_id, of_all=True)
-        found = await context.store.items(stored)
-    items = found if order == "asc" else found[::-1]
+        stored_items = await context.store.items(stored)
+    items = stored_items if order == "asc" else stored_items[::-1]
     if after is not None:
         places = [number for number, item in enumerate(items) if item["id"] == after]
         if not places:
@@ -220,13 +219,12 @@ async def _fits(context: GatewayContext, body: ResponseBody, before: list[Json],
     chat = chat_of(body, before, num_dropped=num_dropped)
     with own_terms(NAME_HERE):
         _, [request] = await prepare(context, chat.intent(), "response", context.stage.replica_id)
-    found = await ask_tokenizer(
+    reply = await ask_tokenizer(
         context,
         request.model,
         "tokenize",
         structs.replace(request, params=structs.replace(request.params, max_tokens=0)),
     )
-    longest, wanted = found["max_model_len"], body.max_output_tokens or 1
-    return bool(
-        found["count"] + (wanted if wanted < longest else 1) <= longest
-    )  # more than the model's length is cut to what is left
+    longest, wanted = reply["max_model_len"], body.max_output_tokens or 1
+    # more than the model's length is cut to what is left
+    return bool(reply["count"] + (wanted if wanted < longest else 1) <= longest)

@@ -11,8 +11,8 @@ from services.requests.bodies.body import OF_CALLS, OF_MESSAGES, Body
 from services.requests.bodies.content import CONTENT_SCHEMA, read_content
 from services.requests.bodies.fields import CONTENT_SCHEMA as TEXT_SCHEMA
 from services.requests.bodies.fields import MAX_NAME, at, at_most, join_parts, kind_of
-from services.requests.text.parsing.answer import INPUT
 from shared.model.json_text import TooDeep, check_text
+from shared.model.parsing.answer import INPUT
 from shared.wire.messages import ChatMessage, ContentPart, ToolCall
 
 MAX_TOOL_CALLS = 128

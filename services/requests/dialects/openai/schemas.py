@@ -195,11 +195,10 @@ class GenerateBody(Body):
         if logprobs is None and self.num_sequences > self.n:
             logprobs = 0  # the best are chosen by them
         stops = [self.stop] if isinstance(self.stop, str) else self.stop or []
+        # the tokenizer cuts what is too much
         return params_of(
             self,
-            max_tokens=None
-            if max_tokens is None or max_tokens < 0
-            else min(max_tokens, MAX_TOKENS),  # the tokenizer cuts what is too much
+            max_tokens=None if max_tokens is None or max_tokens < 0 else min(max_tokens, MAX_TOKENS),
             seed=None,
             stop=tuple(filter(None, stops)),
             logprobs=logprobs,

@@ -13,8 +13,10 @@ from pydantic.types import Discriminator
 from services.requests.bodies.body import Body
 from services.requests.bodies.fields import at_most, kind_of
 from services.requests.bodies.ignored import pass_over
-from services.requests.text.parsing.answer import HARMONY, INPUT, XML, Parsing
 from shared.model.constraint import Constraint
+from shared.model.parsing.answer import INPUT, Parsing
+from shared.model.parsing.forms import HARMONY, call_form
+from shared.model.parsing.tagged_calls import TaggedForm
 from shared.process.errors import Invalid
 
 MAX_TOOLS = 128
@@ -205,7 +207,7 @@ class Calling:
                 customs=customs,
                 is_legacy=self.is_legacy,
             )
-        texts = text_parameters(self.callable) if tool_calls == XML else ()
+        texts = text_parameters(self.callable) if isinstance(call_form(tool_calls), TaggedForm) else ()
         return Parsing(reasoning, tool_calls, names if tool_calls else (), max_calls, texts, customs, self.is_legacy)
 
     def offered(self, tool_calls: str) -> Constraint | None:

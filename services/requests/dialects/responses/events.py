@@ -66,9 +66,8 @@ class ResponseEvents:
         self.num_logprob_bytes = 0
         self._text: list[str] = []  # of the item that grows
         self._logprobs: list[orjson.Fragment] = []  # as JSON, which takes little memory
-        self._logprobs_ahead: list[
-            orjson.Fragment
-        ] = []  # of tokens whose text is held back: of the message that may begin, if no thought and no call does
+        # of tokens whose text is held back: of the message that may begin, if no thought and no call does
+        self._logprobs_ahead: list[orjson.Fragment] = []
 
     def whole(self) -> Json:
         return {

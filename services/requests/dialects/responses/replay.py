@@ -150,9 +150,8 @@ class Replays:
         self.followed: dict[ReplayedResponse, None] = {}
         self._shared: dict[str, ReplayedResponse] = {}  # of those, by response, the ones that are held whole
         self._kept: OrderedDict[str, tuple[ReplayedResponse, asyncio.TimerHandle]] = OrderedDict()
-        self._turns: WeakValueDictionary[str, asyncio.Lock] = (
-            WeakValueDictionary()
-        )  # by tenant: the events of one replay at a time are made
+        # by tenant: the events of one replay at a time are made
+        self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
     def make(self, record: ResponseRecord, asked: Json, *, first: int | None = None) -> ReplayedResponse:
         return ReplayedResponse(record, asked, self._turns.setdefault(record.tenant_id, asyncio.Lock()), first=first)

@@ -43,9 +43,8 @@ LONG_BYTES = 256 << 10
 MAX_LINKS = 10_000  # from a response to the one that keeps its items
 PAGE = 256  # entries of a log at a time: decoding more would stall other streams
 SLICE = 32  # events, after which others have their turn
-DELETED_LOG_TTL_S = (
-    60  # so long a deleted response's log stays: the stage that is about to acknowledge its request must find the end
-)
+# so long a deleted response's log stays: the stage that is about to acknowledge its request must find the end
+DELETED_LOG_TTL_S = 60
 MAX_WAIT_S = 1.0  # for a log to grow, in one command: less than a gateway that drains has for its last words
 
 
@@ -54,9 +53,8 @@ class StoredResponse:
     """A response's request, as it is stored."""
 
     asked: Json  # the fields of its object that repeat the request
-    items: list[
-        Json
-    ]  # the whole conversation that the model was given, but for the instructions; none, if another has it
+    # the whole conversation that the model was given, but for the instructions; none, if another has it
+    items: list[Json]
     holder: str = ""  # the response that has it
     num_items: int = 0  # that many are this one's, the holder's first
 
@@ -227,9 +225,8 @@ class Store:
         position, is_there = 0, False
         while True:
             with redis_errors_as_503():
-                async with self.client.pipeline(
-                    transaction=True
-                ) as pipe:  # at one moment: its end comes into the log, and it is in flight no more
+                # at one moment: its end comes into the log, and it is in flight no more
+                async with self.client.pipeline(transaction=True) as pipe:
                     pipe.xrange(log_key(request_id), min=f"({position}-0" if position else "-", count=PAGE)
                     pipe.hexists(inflight_key(record.served_model), request_id)
                     found: Any = await pipe.execute()

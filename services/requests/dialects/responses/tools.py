@@ -85,9 +85,8 @@ def _add(found: ChatTools, tool: Json, place: str, namespace: str | None) -> Non
     own = {key: each for key, each in tool.items() if key != "type" and each is not None}
     if namespace and isinstance(own.get("name"), str):
         own["name"] = chat_name(own["name"], namespace)
-    if (
-        kind == "custom" and isinstance(own.get("format"), dict) and own["format"].get("type") == "grammar"
-    ):  # which lies flat here
+    # which lies flat here
+    if kind == "custom" and isinstance(own.get("format"), dict) and own["format"].get("type") == "grammar":
         own["format"] = {
             "type": "grammar",
             "grammar": {key: each for key, each in own["format"].items() if key != "type"},

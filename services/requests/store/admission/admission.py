@@ -302,9 +302,8 @@ def served_names(registry: Registry, tenant: Tenant) -> dict[str, Replica]:
 
     A model whose compute is away for a moment is listed: a request for it is told that it is not ready.
     """
-    replicas = sorted(
-        registry.replicas, key=lambda each: (each.stage == "compute", -each.started_at)
-    )  # the last one stays: compute, the oldest
+    # the last one of a name stays: compute, the oldest
+    replicas = sorted(registry.replicas, key=lambda each: (each.stage == "compute", -each.started_at))
     return {name: replica for replica in replicas for name in names_of(replica) if tenant.may_use(names_of(replica))}
 
 

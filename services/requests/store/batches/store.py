@@ -22,9 +22,7 @@ from shared.process.telemetry import get_logger
 from shared.wire.ids import is_batch_id, is_file_id
 from shared.wire.messages import decode_record
 from shared.wire.script import load_script, table
-from shared.wire.streams import BATCH_FIGURES, BATCHES_RUNNING, FILE_TTL_S, batch_key, batches_key
-
-LONGEST_WINDOW_S = 24 * 3600
+from shared.wire.streams import BATCH_FIGURES, BATCHES_RUNNING, FILE_TTL_S, LONGEST_WINDOW_S, batch_key, batches_key
 
 log = get_logger("penstock.gateway")
 
@@ -90,9 +88,8 @@ class Batch:
     error_file_id: str = ""
     errors: list[dict[str, Any]] | None = None
     traceparent: str = ""  # of the request that made it; empty: it is not traced
-    num_begun: int = (
-        0  # runs in a row that died, or failed by a mistake of ours, before they had answered a further line
-    )
+    # runs in a row that died, or failed by a mistake of ours, before they had answered a further line
+    num_begun: int = 0
 
     @property
     def is_running(self) -> bool:

@@ -21,9 +21,8 @@ from shared.process.telemetry import get_logger
 
 PIECE_BYTES = 1 << 20
 UNFINISHED = ".part"  # in the name of what is being written
-PATH = re.compile(
-    r"[0-9A-Za-z_][0-9A-Za-z_.-]*(/[0-9A-Za-z_][0-9A-Za-z_.-]*)*"
-)  # no part is `..`, and none is a pattern to fsspec
+# no part is `..`, and none is a pattern to fsspec
+PATH = re.compile(r"[0-9A-Za-z_][0-9A-Za-z_.-]*(/[0-9A-Za-z_][0-9A-Za-z_.-]*)*")
 
 log = get_logger("penstock.gateway")
 

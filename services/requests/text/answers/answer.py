@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 import orjson
 
-from services.requests.text.parsing.answer import INPUT, AnswerParser, Parsing
-from services.requests.text.parsing.pieces import Piece, merged
+from shared.model.parsing.answer import INPUT, AnswerParser, Parsing
+from shared.model.parsing.pieces import Piece, merged
 from shared.wire.logprobs import TokenLogprob
 
 LETTERS = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"

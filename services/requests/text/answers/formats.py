@@ -11,8 +11,8 @@ from services.requests.store.record import ResponseRecord
 from services.requests.text.answers.answer import Answer, Call, CallDelta, Delta
 from services.requests.text.answers.choice import Choice, Usage, best, usage_of
 from services.requests.text.answers.prompt_logprobs import EchoedLogprobs, by_token_id, echoed, finite, likeliest
-from services.requests.text.parsing.answer import FORCED
 from shared.model.arrays import Int32Array
+from shared.model.parsing.answer import FORCED
 from shared.wire.logprobs import PromptLogprobs, TokenLogprob, TopLogprob
 from shared.wire.messages import TokenEvent
 

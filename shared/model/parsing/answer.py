@@ -4,36 +4,13 @@ calls in what is left. gpt-oss' form has one parser for both."""
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from services.requests.text.parsing.harmony import ANSWER, BETWEEN, THOUGHT, HarmonyParser
-from services.requests.text.parsing.json_calls import CallForm, JsonCalls
-from services.requests.text.parsing.pieces import Parser, Piece, merged
-from services.requests.text.parsing.reasoning import Marks, ReasoningParser
-from services.requests.text.parsing.text_calls import PythonicCalls, gemma_calls, xml_calls
+from shared.model.parsing.forms import HARMONY, OTHERS, TEXT_MARKS, call_form, reads_calls, thought_marks
+from shared.model.parsing.harmony import HarmonyParser
+from shared.model.parsing.json_calls import CallForm, JsonCalls
+from shared.model.parsing.pieces import Parser, Piece, merged
+from shared.model.parsing.reasoning import ReasoningParser
 
 INPUT = "input"  # the argument of a custom tool's function
-
-HARMONY = "harmony"
-THINK = Marks(("<think>",), ("</think>",))
-REASONING: dict[str, Marks] = {
-    "deepseek_r1": THINK,
-    "qwen3": THINK,
-    "granite": Marks(
-        ("Here is my thought process:", "Here's my thought process:"), ("Here is my response:", "Here's my response:")
-    ),
-    "mistral": Marks(("[THINK]",), ("[/THINK]",)),
-    "gemma4": Marks(("<|channel>thought",), ("<channel|>",)),
-    HARMONY: Marks((THOUGHT,), (BETWEEN + ANSWER,)),
-}
-FORMS: dict[str, CallForm] = {
-    "hermes": CallForm(("<tool_call>",), ("</tool_call>",)),
-    "llama3_json": CallForm(("<|python_tag|>",), may_be_bare=True),
-    "mistral": CallForm(("[TOOL_CALLS]",), has_names_first=True),
-    "granite": CallForm(("<|tool_call|>", "<tool_call>", "<function_call>"), ("</tool_call>",)),
-}
-OTHERS: dict[str, Callable[[frozenset[str]], Parser]] = {"pythonic": PythonicCalls, "gemma": gemma_calls}
-XML = "qwen3_coder"
-TOOL_CALLS = (*FORMS, *OTHERS, XML, HARMONY)
-WITH_SPECIAL_TOKENS = ("mistral", "gemma4", HARMONY)  # of REASONING
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,11 +18,11 @@ class Parsing:
     """How the answers of a request are parsed; a part of its record, so that a gateway that
     resumes it parses alike."""
 
-    reasoning: str = ""  # of REASONING; empty: not at all
-    tool_calls: str = ""  # of TOOL_CALLS, or of FORCED; empty: not at all
+    reasoning: str = ""  # the form's name, or its JSON; empty: not at all
+    tool_calls: str = ""  # the same, or of FORCED
     names: Sequence[str] = ()  # of the functions
     max_calls: int = 0  # those beyond are dropped; 0: none is
-    texts: Sequence[str] = ()  # the parameters, as function.parameter, whose values are texts as they stand; for XML
+    texts: Sequence[str] = ()  # the parameters, as function.parameter, whose values are texts as they stand
     customs: Sequence[
         str
     ] = ()  # of the names, those of custom tools: the one argument is a text, which the client gets as it is
@@ -54,7 +31,7 @@ class Parsing:
     @property
     def needs_special_tokens(self) -> bool:
         """Whether a marker may be a special token, which is no text unless asked for."""
-        return self.reasoning in WITH_SPECIAL_TOKENS or self.tool_calls in TOOL_CALLS
+        return self.reasoning not in ("", *TEXT_MARKS) or reads_calls(self.tool_calls)
 
 
 class ForcedCall:
@@ -130,14 +107,12 @@ class AnswerParser:
 def make_reasoning_parser(parsing: Parsing, names: frozenset[str]) -> ReasoningParser | HarmonyParser | None:
     if parsing.reasoning == HARMONY:
         return HarmonyParser(names)
-    return ReasoningParser(REASONING[parsing.reasoning]) if parsing.reasoning else None
+    marks = thought_marks(parsing.reasoning)
+    return ReasoningParser(marks) if marks is not None else None
 
 
 def make_tool_parser(name: str, names: frozenset[str], texts: frozenset[str] = frozenset()) -> Parser:
     """A fresh parser of the form of that name, of calls of these functions. texts: as of
     Parsing."""
-    if name == XML:
-        return xml_calls(names, texts)
-    if name in FORMS:
-        return JsonCalls(FORMS[name], names)
-    return (OTHERS | FORCED)[name](names)
+    form = call_form(name)
+    return form.parser(names, texts) if form is not None else (OTHERS | FORCED)[name](names)

@@ -1,12 +1,11 @@
 """A model's thoughts before its answer, between two markers at the beginning of what it writes."""
 
-from dataclasses import dataclass
+from msgspec import Struct
 
-from services.requests.text.parsing.pieces import Piece, find_first, held_length, may_begin
+from shared.model.parsing.pieces import Piece, find_first, held_length, may_begin
 
 
-@dataclass(frozen=True, slots=True)
-class Marks:
+class Marks(Struct, frozen=True):
     """How a family of models marks its thoughts."""
 
     starts: tuple[str, ...]

@@ -9,8 +9,8 @@ import re
 from collections.abc import Callable
 from typing import Literal
 
-from services.requests.text.parsing.json_scanner import JsonScanner
-from services.requests.text.parsing.pieces import Piece, held_length, may_begin
+from shared.model.parsing.json_scanner import JsonScanner
+from shared.model.parsing.pieces import Piece, held_length, may_begin
 
 THOUGHT, ANSWER = "<|channel|>analysis<|message|>", "<|channel|>final<|message|>"
 BETWEEN = "<|end|><|start|>assistant"

@@ -7,34 +7,53 @@ marker and all, and what follows arguments that stop being JSON.
 """
 
 import re
-from dataclasses import dataclass
+from functools import cache
 
-from services.requests.text.parsing.json_scanner import JsonScanner
-from services.requests.text.parsing.pieces import Piece, Prose, find_first, held_length, may_begin
+from msgspec import Struct
+
 from shared.model.json_text import read_json, write_json
+from shared.model.parsing.json_scanner import JsonScanner
+from shared.model.parsing.pieces import Piece, Prose, find_first, held_length, may_begin
 
 NAME = r"[A-Za-z0-9_.-]{1,128}"
 JSON_HEAD = re.compile(
-    r'\{\s*(?:"type"\s*:\s*"function"\s*,\s*)?"name"\s*:\s*"('
+    r'\{\s*(?:"type"\s*:\s*"function"\s*,\s*|"tool_call_id"\s*:\s*"[^"]{0,64}"\s*,\s*)?"(?:tool_)?name"\s*:\s*"('
     + NAME
     + r')"\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)'
 )
-NAMED_HEAD = re.compile("(" + NAME + r")\s*(?:\[CALL_ID\]\s*[A-Za-z0-9_-]{1,64}\s*)?(?:\[ARGS\])?\s*")
+CALL_ID = "\x00"  # in the marks of a form: any call's identifier
 MAX_HEAD = 512  # characters, of what stands before the arguments
 SEPARATORS = " \t\r\n[],;"
 
 
-@dataclass(frozen=True, slots=True)
-class CallForm:
+class CallForm(Struct, frozen=True, tag="json"):
     """How a family of models marks its calls."""
 
     starts: tuple[str, ...] = ()
     ends: tuple[str, ...] = ()
+    between: tuple[str, ...] = ()  # marks before, between and behind the calls of a block
     may_be_bare: bool = False  # an answer that begins with an object, or a list, may be a call without a marker
     has_names_first: bool = False  # name{…} or name[ARGS]{…}
-    has_prose: bool = (
-        True  # false: a grammar had the model write calls alone, so an end that begins none is one that was cut off
-    )
+    before_name: str = ""  # marks of a name that comes first, which models may leave out
+    behind_name: str = ""
+    # False: a grammar had the model write calls alone, so an end that begins none is one that was cut off
+    has_prose: bool = True
+
+    def parser(self, names: frozenset[str], texts: frozenset[str]) -> "JsonCalls":  # noqa: ARG002
+        return JsonCalls(self, names)
+
+
+@cache
+def named_head(form: CallForm) -> re.Pattern[str]:
+    """The text before the arguments of a call whose name comes first. A number of the call may follow the
+    name."""
+    before, behind = (rf"(?:{loosely(marks)}\s*)?" if marks else "" for marks in (form.before_name, form.behind_name))
+    return re.compile(rf"\s*{before}({NAME})(?::\d{{1,4}})?\s*(?:\[CALL_ID\]\s*[A-Za-z0-9_-]{{1,64}}\s*)?{behind}")
+
+
+def loosely(marks: str) -> str:
+    """A pattern of marks between which there may be white space."""
+    return r"\s*".join(re.escape(part) for part in marks.split()).replace(re.escape(CALL_ID), r"[^\s<>\[\]{}]{0,128}")
 
 
 class ObjectCall:
@@ -119,8 +138,8 @@ def call_of(text: str) -> tuple[str, str] | None:
         arguments = value.get("arguments", value.get("parameters", {}))
         if isinstance(arguments, str):
             arguments = read_json(arguments)
-        if isinstance(value.get("name"), str) and isinstance(arguments, dict):
-            return value["name"], write_json(arguments)
+        if isinstance(name := value.get("name", value.get("tool_name")), str) and isinstance(arguments, dict):
+            return name, write_json(arguments)
     except ValueError:
         return None
     return None
@@ -129,7 +148,8 @@ def call_of(text: str) -> tuple[str, str] | None:
 class NamedCall:
     """One call as a name and, behind it, its arguments."""
 
-    def __init__(self, names: frozenset[str]) -> None:
+    def __init__(self, head: re.Pattern[str], names: frozenset[str]) -> None:
+        self.head = head
         self.names = names
         self.is_broken = False
         self.has_begun = False
@@ -155,7 +175,7 @@ class NamedCall:
                 return at
             if brace < 0:
                 return at
-            found = NAMED_HEAD.fullmatch(self._head)
+            found = self.head.fullmatch(self._head)
             if found is None or found[1] not in self.names:
                 self.is_broken = True
                 return at
@@ -173,7 +193,7 @@ class JsonCalls:
     def __init__(self, form: CallForm, names: frozenset[str]) -> None:
         self.form = form
         self.names = names
-        self._markers = form.starts + form.ends
+        self._markers = (*form.between, *form.starts, *form.ends)
         self._prose = Prose()
         self._text = ""  # not read yet
         self._mode = "start" if form.may_be_bare else "content"  # start, content, block, call
@@ -246,7 +266,7 @@ class JsonCalls:
         if character == "{":
             self._call, self._mode = ObjectCall(self.names), "call"
         elif self.form.has_names_first and (character.isalnum() or character == "_"):
-            self._call, self._mode = NamedCall(self.names), "call"
+            self._call, self._mode = NamedCall(named_head(self.form), self.names), "call"
         elif character in SEPARATORS:
             self._pending += character
             self._text = self._text[1:]
@@ -255,7 +275,9 @@ class JsonCalls:
         return True
 
     def _meet(self, marker: str, pieces: list[Piece]) -> None:
-        if marker in self.form.starts:
+        if marker in self.form.between:
+            self._pending += marker
+        elif marker in self.form.starts:
             if not self._has_call:
                 pieces += self._prose.say(self._pending)
             self._enter_block(marker)

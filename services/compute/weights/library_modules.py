@@ -1,0 +1,503 @@
+"""transformers' modules with a backend's kernels: of a GGUF file, or of a safetensors folder in any
+format, quantized as they are read if that is asked for.
+
+Modules that are products are exchanged, whatever module of the library they sit in: linear layers, gated
+MLPs as a whole, mixtures' experts, the head; and embeddings, where the file's own rows can be read. So are
+RMSNorms. Nothing else of the library is replaced: other parameters are filled. A module is made, filled and
+packed before the next one is read: the peak is the model in its final form plus one module.
+"""
+
+import ast
+import inspect
+import re
+import textwrap
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
+from transformers.activations import ACT2FN
+from transformers.integrations.moe import _default_apply_gate
+from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
+from transformers.models.phi3.modeling_phi3 import Phi3MLP
+from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2MLP
+from transformers.pytorch_utils import Conv1D
+
+from services.compute.backends.backend import Backend, Linear, Mlp
+from services.compute.backends.choose import has_same_columns
+from services.compute.backends.host_memory import give_back_free_memory
+from services.compute.backends.matrix import Dense, Matrix, concatenate
+from services.compute.models.architectures import ACTIVATIONS
+from services.compute.models.config import Packed
+from services.compute.models.decoder import EmbeddingRows
+from services.compute.models.library_errors import first_line
+from services.compute.models.moe import Expert, run_experts
+from services.compute.weights.gguf_source import GgufSource
+from services.compute.weights.library_source import ConvertedSource
+from services.compute.weights.loader import check_quantizable
+from services.compute.weights.source import EMBEDDING
+from shared.process.errors import StartupError
+
+EXPANSION = (
+    ".kv_b_proj"  # the layer that makes keys and values of compressed ones, which GGUF files have in two tensors
+)
+# layers that say which experts a token gets, or how much of one: they stay in float
+ROUTER = re.compile(r"(^|\.)(gate|router|shared_expert_gate)(\.[a-z_]+)?$")
+ATTENTION_OUTPUT = re.compile(r"attn\w*\.(o_proj|out_proj|c_proj|dense)$|attention\w*\.(o_proj|out_proj|dense|wo)$")
+# the library's activations, by their classes
+ACTIVATION_OF = {type(ACT2FN[name]): activation for name, activation in ACTIVATIONS.items()}
+Source = GgufSource | ConvertedSource
+
+
+class KernelLinear(nn.Module):
+    """A backend's linear layer in the place of torch's. rows, columns: where its matrix has each row
+    and each column of that layer's; None: in their order."""
+
+    def __init__(
+        self,
+        linear: Callable[[Tensor], Tensor],
+        backend: Backend,
+        rows: Tensor | None = None,
+        columns: Tensor | None = None,
+    ) -> None:
+        super().__init__()
+        self.linear = linear
+        self.dtype = backend.dtype
+        self.rows = rows
+        self.inputs = None if columns is None else columns.argsort()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: [..., k]. Returns [..., n]."""
+        x = x if self.inputs is None else x[..., self.inputs]
+        product = self.linear(as_rows(x, self.dtype))
+        product = product if self.rows is None else product[:, self.rows]
+        return product.view(*x.shape[:-1], product.shape[-1]).to(x.dtype)
+
+
+class KernelHead(nn.Module):
+    """The last layer, whose results are float32."""
+
+    def __init__(self, linear: Linear, backend: Backend) -> None:
+        super().__init__()
+        self.linear = linear
+        self.dtype = backend.dtype
+        self.weight = torch.empty(0, dtype=backend.dtype)  # some modules turn the head's input to its dtype
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: [..., k]. Returns [..., n] float32."""
+        logits = self.linear.logits(as_rows(x, self.dtype)).clone()  # the next call writes them again
+        return logits.view(*x.shape[:-1], logits.shape[-1])
+
+
+class KernelMlp(KernelLinear):
+    """A gated MLP, whose layers are a backend's."""
+
+    def __init__(self, mlp: Mlp, backend: Backend) -> None:
+        super().__init__(lambda rows: mlp(rows, norm=None, eps=0.0, has_residual=False), backend)
+
+
+class KernelNorm(nn.Module):
+    """An RMSNorm."""
+
+    def __init__(self, weight: Tensor, eps: float, backend: Backend) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(weight, requires_grad=False)
+        self.variance_epsilon = eps
+        self.row_math = backend.row_math
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: [..., k]. Returns the same shape."""
+        rows = as_rows(x, self.weight.dtype)
+        return self.row_math.norm(rows, weight=self.weight, eps=self.variance_epsilon).view(x.shape).to(x.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class ActivatedLinear:
+    """A layer, and what a module of the library does with its results."""
+
+    linear: Linear
+    activation: Callable[[Tensor], Tensor]
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.activation(self.linear(x)).contiguous()
+
+
+class KernelExperts(nn.Module):
+    """A mixture's experts, each a backend's layers."""
+
+    def __init__(self, experts: list[Expert], backend: Backend) -> None:
+        super().__init__()
+        self.experts = experts
+        self.row_math = backend.row_math
+        self.dtype = backend.dtype
+        is_plain = not any(isinstance(each.gate_up, ActivatedLinear) for each in experts)
+        pairs = [(each.gate_up, each.down) for each in experts]
+        self.grouped = backend.group_experts(pairs, len(experts)) if is_plain else None
+
+    def forward(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        """x: [T, hidden]; chosen, weights: [T, num_active]. Returns [T, hidden]."""
+        rows = as_rows(x, self.dtype)
+        results = run_experts(self.experts, rows, chosen) if self.grouped is None else self.grouped.run(rows, chosen)
+        total = self.row_math.add_experts(rows, results, weights.float(), shared=None, has_residual=False)
+        return total.view(x.shape).to(x.dtype)
+
+
+class FileEmbedding(nn.Module):
+    """Rows of the file, times a scale where the model has one."""
+
+    def __init__(self, rows: EmbeddingRows, scale: Tensor | None) -> None:
+        super().__init__()
+        self.rows = rows
+        self.scale = scale
+
+    def forward(self, ids: Tensor) -> Tensor:
+        found = self.rows[ids.flatten()].view(*ids.shape, -1)
+        return found if self.scale is None else found * self.scale.to(found.dtype)
+
+
+def as_rows(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """[..., k] as [T, k], row behind row, as kernels read it."""
+    rows = x.reshape(-1, x.shape[-1])
+    return rows if rows.dtype == dtype and rows.is_contiguous() else rows.to(dtype).contiguous()
+
+
+def load_library_modules(
+    location: Path,
+    backend: Backend,
+    packing: Packed,
+    config: Any,
+    key_mapping: dict[str, str] | None = None,
+    auto_class: Any = AutoModelForCausalLM,
+) -> Any:
+    """location: a GGUF file, or a folder; packing: how layers are quantized that the file has in float;
+    config: transformers' own, of the model; key_mapping: patterns of tensors' names, by which the folder's
+    differ from the model's. Returns an auto_class's model. Raises StartupError, naming a tensor that is
+    missing or wrong."""
+    with torch.device("meta"):
+        outline = make_modules(location, config, backend.dtype, auto_class)
+    source: Source = (
+        GgufSource(location, backend.dtype, backend.device)
+        if location.is_file()
+        else ConvertedSource(location, backend.dtype, backend.device, outline, key_mapping)
+    )
+    try:
+        check_packing(source, packing)
+        check_shapes(outline, source) if isinstance(source, GgufSource) else source.check(outline)
+        with parameters_without_memory():
+            model = make_modules(location, config, backend.dtype, auto_class)
+        ModuleExchange(source, backend, packing, model).run()
+        source.report()
+    finally:
+        source.close()
+        give_back_free_memory()
+    return model.eval().to(backend.device)
+
+
+def make_modules(path: Path, config: Any, dtype: torch.dtype, auto_class: Any = AutoModelForCausalLM) -> Any:
+    """The model, whatever its parameters hold. Raises StartupError."""
+    try:
+        return auto_class.from_config(config, dtype=dtype, attn_implementation="eager", trust_remote_code=False)
+    except (
+        RuntimeError,
+        ValueError,
+        TypeError,
+        ArithmeticError,
+        IndexError,
+        KeyError,
+    ) as error:  # whatever numbers of a file lead to in the library's code
+        raise StartupError(
+            f"{path}: transformers can't make the model that it describes: {first_line(error)}"
+        ) from None
+
+
+def check_packing(source: Source, packing: Packed) -> None:
+    """Raises StartupError where a quantization is asked for, of layers that keep the form of the file."""
+    options = {
+        f"--quantization {packing.quantization}": packing.quantization != "none",
+        "--quantize-attention-output": packing.attention_output,
+        "--quantize-lm-head": packing.lm_head,
+    }
+    for option in [name for name, is_set in options.items() if is_set][:1]:
+        check_quantizable(source.stored if isinstance(source, ConvertedSource) else source, option)
+
+
+def check_shapes(model: Any, source: GgufSource) -> None:
+    """Raises StartupError for a parameter that the file has not, or in another shape: before any
+    takes memory."""
+    for name, parameter in model.named_parameters():
+        shape, part = tuple(parameter.shape), name.rpartition(".")[2]
+        if part in ("gate_up_proj", "down_proj") and not source.has(name):
+            which = "gate" if part == "gate_up_proj" else "down"
+            source.check(
+                f"{name.rpartition('.')[0]}.0.{which}_proj.weight",
+                (shape[1] // 2 if which == "gate" else shape[1], shape[2]),
+            )
+        elif EXPANSION not in name and (name != "lm_head.weight" or source.has(name)):
+            source.check(name, shape)
+
+
+@dataclass(frozen=True, slots=True)
+class ModuleExchange:
+    """Puts a backend's modules in the place of a model's, and fills the rest."""
+
+    source: Source
+    backend: Backend
+    packing: Packed
+    model: Any  # whose parameters have no memory
+
+    def run(self) -> None:
+        head, done = self.model.get_output_embeddings(), "-"
+        in_float32 = set(self.model._keep_in_fp32_modules_strict or ())
+        if self.backend.dtype == torch.float16:
+            in_float32 |= set(self.model._keep_in_fp32_modules or ())
+        head_name = ""
+        for name, module in list(self.model.named_modules()):
+            if module is head:
+                head_name = name
+            elif not name.startswith(done) and not any(part in name for part in in_float32):
+                made = self.exchanged(name, module)
+                if made is not None:
+                    self.put(name, made)
+                    done = name + "."
+                    give_back_free_memory()
+        fill(self.model, self.source, in_float32, head_name + ".")
+        # last, for it may be the embedding, which is there now
+        self.put(head_name, KernelHead(self.head(head_name, head), self.backend))
+        for name, module in list(self.model.named_modules()):
+            weight = module._parameters.get("weight")
+            if ROUTER.search(name) and weight is not None and has_same_columns(self.backend):
+                del module.weight
+                module.weight = KernelWeight.of(weight, self.backend)
+
+    def put(self, name: str, module: nn.Module) -> None:
+        parent, _, last = name.rpartition(".")
+        setattr(self.model.get_submodule(parent), last, module)
+
+    def exchanged(self, name: str, module: nn.Module) -> nn.Module | None:
+        """The module that takes the place of this one; None: it stays."""
+        if (mlp := self.mlp(name, module)) is not None:
+            return KernelMlp(mlp, self.backend)
+        if body_of(type(module).forward) == body_of(LlamaRMSNorm.forward):
+            weight = self.source.dense(f"{name}.weight", tuple(module.get_parameter("weight").shape))
+            return KernelNorm(weight, module.variance_epsilon, self.backend)  # type: ignore[arg-type]
+        if type(module).forward in (nn.Linear.forward, Conv1D.forward) and self.source.has(f"{name}.weight"):
+            if self.is_read_elsewhere(name):
+                return None
+            packing = self.packing
+            quantization = packing.of_output if ATTENTION_OUTPUT.search(name) else packing.quantization
+            linear = self.linear([name], [module], "none" if ROUTER.search(name) else quantization)
+            orders = self.source.orders(f"{name}.weight") if isinstance(self.source, GgufSource) else ()
+            return KernelLinear(linear, self.backend, *orders)
+        if isinstance(module, nn.Embedding) and isinstance(self.source, GgufSource):
+            if not self.source.keeps(f"{name}.weight"):
+                return None
+            rows = self.source.embedding((module.num_embeddings, module.embedding_dim), f"{name}.weight")
+            return FileEmbedding(rows, getattr(module, "embed_scale", None))
+        if hasattr(module, "_apply_gate") and "down_proj" in module._parameters and not module.has_post_expert_norm:
+            return KernelExperts(self.experts(name, module), self.backend)
+        return None
+
+    def is_read_elsewhere(self, name: str) -> bool:
+        """Whether the module that has this layer reads its weight itself."""
+        parent, _, last = name.rpartition(".")
+        return f".{last}.weight" in source_of(type(self.model.get_submodule(parent)))  # type: ignore[arg-type]
+
+    def linear(self, names: list[str], modules: list[Any], quantization: str, activation: str | None = None) -> Linear:
+        """A layer of linear modules with the same inputs; activation: of a gated one."""
+        matrices: list[Matrix] = []
+        for name, module in zip(names, modules, strict=True):
+            if isinstance(module, Conv1D):
+                shape = tuple(module.get_parameter("weight").shape)
+                matrices.append(Dense(self.source.dense(f"{name}.weight", shape).T.contiguous()))
+            else:
+                matrices.append(self.source.matrix(f"{name}.", (module.out_features, module.in_features)))
+        biases = [
+            self.source.dense(f"{name}.bias", tuple(module.bias.shape))
+            for name, module in zip(names, modules, strict=True)
+            if module.bias is not None
+        ]
+        return self.backend.make_linear(
+            concatenate(matrices, self.backend.dtype),
+            torch.cat(biases) if biases else None,
+            quantization=quantization,
+            group=self.packing.group,
+            is_gated=activation is not None,
+            activation=activation or "silu",
+        )
+
+    def mlp(self, name: str, module: nn.Module) -> Mlp | None:
+        """A gated MLP of a form that backends know; None: it is none."""
+        if body_of(type(module).forward) in (body_of(LlamaMLP.forward), body_of(Qwen2MLP.forward)):
+            parts, function = ["gate_proj", "up_proj"], module.act_fn
+        elif body_of(type(module).forward) == body_of(Phi3MLP.forward):
+            parts, function = ["gate_up_proj"], module.activation_fn
+        else:
+            return None
+        activation = ACTIVATION_OF.get(type(function))
+        if activation is None or any(
+            type(module.get_submodule(each)) is not nn.Linear for each in (*parts, "down_proj")
+        ):
+            return None
+        layers = [module.get_submodule(each) for each in parts]
+        quantization = self.packing.quantization
+        gate_up = self.linear([f"{name}.{each}" for each in parts], layers, quantization, activation)
+        return self.backend.make_mlp(gate_up, self.linear([f"{name}.down_proj"], [module.down_proj], quantization))
+
+    def experts(self, name: str, module: Any) -> list[Expert]:
+        """A mixture's experts, whose module has the parameters of all of them in a tensor each."""
+        up = "gate_up_proj" if module.has_gate else "up_proj"
+        function = module._apply_gate if module.has_gate else module.act_fn
+        is_plain = type(module)._apply_gate is _default_apply_gate and module.has_gate
+        activation = ACTIVATION_OF.get(type(module.act_fn)) if is_plain else None
+        biases = [
+            self.source.dense(f"{name}.{each}_bias", tuple(module.get_parameter(f"{each}_bias").shape))
+            if module.has_bias
+            else None
+            for each in (up, "down_proj")
+        ]
+        experts = []
+        for number in range(len(module.down_proj)):
+            up_layer, down = (
+                self.backend.make_linear(
+                    self.expert(f"{name}.{each}", number, tuple(module.get_parameter(each).shape[1:]), module),
+                    None if bias is None else bias[number].contiguous(),
+                    quantization=self.packing.quantization,
+                    group=self.packing.group,
+                    is_gated=each == up and activation is not None,
+                    activation=activation or "silu",
+                )
+                for each, bias in zip((up, "down_proj"), biases, strict=True)
+            )
+            # the types of other functions follow from the library's modules
+            gate_up: Any = up_layer if activation is not None else ActivatedLinear(up_layer, function)
+            experts.append(Expert(gate_up, down))
+        return experts
+
+    def expert(self, name: str, number: int, shape: tuple[int, int], module: Any) -> Matrix:
+        """An expert's matrix [n, k]. shape: in the parameter."""
+        if isinstance(self.source, ConvertedSource):
+            turned = shape[::-1] if module.is_transposed else shape
+            return self.source.expert(name, number, turned, is_transposed=module.is_transposed)
+        of_module, _, part = name.rpartition(".")
+        if part != "gate_up_proj":
+            return self.source.matrix(f"{of_module}.{number}.{part}.", shape)
+        half = shape[0] // 2, shape[1]
+        gate, up = (self.source.matrix(f"{of_module}.{number}.{which}_proj.", half) for which in ("gate", "up"))
+        return concatenate([gate, up], self.backend.dtype)
+
+    def head(self, name: str, module: Any) -> Linear:
+        """The last layer."""
+        quantization = self.packing.of_head
+        if self.source.has(f"{name}.weight") and not self.is_tied(name):
+            return self.linear([name], [module], quantization)
+        shape = (module.out_features, module.in_features)
+        matrix = (
+            self.source.matrix(EMBEDDING.removesuffix("weight"), shape)
+            if isinstance(self.source, GgufSource)
+            else Dense(self.model.get_input_embeddings().weight.data)
+        )
+        bias = None if module.bias is None else self.source.dense(f"{name}.bias", tuple(module.bias.shape))
+        return self.backend.make_linear(matrix, bias, quantization=quantization, group=self.packing.group)
+
+    def is_tied(self, name: str) -> bool:
+        """Whether the layer is the embedding, of which the file has one."""
+        return isinstance(self.source, ConvertedSource) and self.source.is_shared(
+            f"{name}.weight", f"{names_of(self.model)[self.model.get_input_embeddings()]}.weight"
+        )
+
+
+class KernelWeight(Tensor):
+    """A matrix [n, k] that a module of the library multiplies by itself, which turns it to float32 before or not:
+    the product is the backend's, in float32, as it is of bfloat16's numbers."""
+
+    linear: Linear
+
+    @classmethod
+    def of(cls, weight: Tensor, backend: Backend) -> "KernelWeight":
+        made = weight.data.as_subclass(cls)
+        made.linear = backend.make_linear(Dense(weight.data))
+        return made
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        weight = args[1] if function is nn.functional.linear else args[0] if args else None
+        if not isinstance(weight, cls):
+            return super().__torch_function__(function, types, args, kwargs or {})  # type: ignore[no-untyped-call]
+        if function is nn.functional.linear:
+            x = args[0]
+            logits = weight.linear.logits(as_rows(x, torch.bfloat16)).clone()
+            product = logits.view(*x.shape[:-1], logits.shape[-1]).to(x.dtype)
+            bias = args[2] if len(args) > 2 else (kwargs or {}).get("bias")
+            return product if bias is None else product + bias
+        if function in (Tensor.float, Tensor.type, Tensor.to):
+            return weight
+        with torch._C.DisableTorchFunctionSubclass():
+            return function(*args, **(kwargs or {}))
+
+
+def names_of(model: Any) -> dict[nn.Module, str]:
+    return {module: name for name, module in model.named_modules()}
+
+
+@cache
+def source_of(kind: type) -> str:
+    """The code of a class."""
+    return inspect.getsource(kind)
+
+
+@cache
+def body_of(forward: Callable[..., Any]) -> str:
+    """The code of a module's forward, whatever its input is called."""
+    function = ast.parse(textwrap.dedent(inspect.getsource(forward))).body[0]
+    assert isinstance(function, ast.FunctionDef)
+    inputs = [each.arg for each in function.args.args[1:2]]
+    for node in ast.walk(function):
+        if isinstance(node, ast.Name) and node.id in inputs:
+            node.id = "x"
+    return "\n".join(ast.unparse(each) for each in function.body)
+
+
+def fill(model: Any, source: Source, in_float32: set[str], without: str) -> None:
+    """Give the parameters that are left their values, and the buffers that are part of a checkpoint.
+    without: the start of names that are not."""
+    stored = model.state_dict().keys()
+    for name, tensor in [
+        *model.named_parameters(),
+        *((name, buffer) for name, buffer in model.named_buffers() if name in stored),
+    ]:
+        if name.startswith(without) or (isinstance(tensor, nn.Parameter) and not tensor.is_meta):
+            continue
+        dtype = torch.float32 if any(part in name for part in in_float32) else None
+        parent, _, last = name.rpartition(".")
+        module = model.get_submodule(parent)
+        if isinstance(source, GgufSource) and parent.endswith(EXPANSION):
+            of_attention = parent.removesuffix(EXPANSION)
+            attention = model.get_submodule(of_attention)
+            sizes = (attention.num_heads, attention.qk_nope_head_dim, attention.v_head_dim, attention.kv_lora_rank)
+            values = source.key_value_expansion(f"{of_attention}.", *sizes)
+        elif isinstance(tensor, nn.Parameter) or source.has(name):
+            values = source.dense(name, tuple(tensor.shape), dtype=dtype)
+        else:
+            values = torch.zeros(tensor.shape, dtype=dtype)
+        setattr(module, last, nn.Parameter(values, requires_grad=False) if isinstance(tensor, nn.Parameter) else values)
+
+
+@contextmanager
+def parameters_without_memory() -> Iterator[None]:
+    """Parameters that are made meanwhile are on the device `meta`; buffers, which no file has, are
+    computed as usual."""
+    register = nn.Module.register_parameter
+
+    def register_on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        register(module, name, None if parameter is None else nn.Parameter(parameter.to("meta"), requires_grad=False))
+
+    nn.Module.register_parameter = register_on_meta  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = register  # type: ignore[method-assign]

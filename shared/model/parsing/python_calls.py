@@ -1,0 +1,178 @@
+"""Calls as Python: `[f(a=1), g(b="x")]`, with or without markers around the list."""
+
+import ast
+import keyword
+import re
+import warnings
+from typing import Any
+
+from msgspec import Struct
+
+from shared.model.parsing.blocks import MAX_BLOCK, BlockCalls, Call, call_pieces
+from shared.model.parsing.pieces import Piece, Prose, may_begin
+
+PYTHON_MARKERS = ("<|python_start|>", "<|python_end|>")
+PYTHON_HEAD = re.compile(r"\[\s*([A-Za-z_][\w.-]*)\s*\(")
+BEGUN_PYTHON_HEAD = re.compile(r"\[\s*(?:[A-Za-z_][\w.-]*\s*)?")
+PYTHON_STRING = r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*\""""
+# A string, or an argument whose name is a word of Python's own, which no call may have
+STRING_OR_KEYWORD = re.compile(rf"{PYTHON_STRING}|\b({'|'.join(keyword.kwlist)})(?=\s*=[^=])", re.DOTALL)
+ESCAPED = "_word_"
+PYTHON_WORDS = {"true": True, "false": False, "null": None}
+
+
+class PythonicCalls:
+    """Parser of answers that are a list of calls in Python's words, from their first character on.
+    Prose may follow."""
+
+    def __init__(self, names: frozenset[str]) -> None:
+        self.names = names
+        self._prose = Prose()
+        self._raw = ""  # of the list, or what may become one
+        self._at = 0  # how far of it was looked at
+        self._depth = 0
+        self._quote = ""
+        self._is_escaped = False
+        self._is_prose = False
+        self._behind: str | None = None  # the list, what may be the beginning of the end marker
+
+    def feed(self, text: str) -> list[Piece]:
+        if self._is_prose:
+            return self._prose.say(text)
+        if self._behind is not None:
+            return self._end(text)
+        self._raw += text
+        beginning = self._raw.lstrip()
+        if beginning.startswith(PYTHON_MARKERS[0]):
+            beginning = beginning[len(PYTHON_MARKERS[0]) :].lstrip()
+        elif PYTHON_MARKERS[0].startswith(beginning):
+            return []
+        head = PYTHON_HEAD.match(beginning)
+        if (head is None and BEGUN_PYTHON_HEAD.fullmatch(beginning) is None and beginning) or (
+            head is not None and head[1] not in self.names
+        ):
+            return self._give_up()
+        if head is None:
+            return []
+        start = len(self._raw) - len(beginning)
+        end = self._find_end(start)
+        if end is None:
+            return self._give_up() if len(self._raw) - start > MAX_BLOCK else []
+        pieces = call_pieces(python_calls(self._raw[start:end]), self.names) if end - start <= MAX_BLOCK else None
+        if pieces is None:
+            return self._give_up()
+        self._prose.call()
+        self._behind = ""
+        return pieces + self._end(self._raw[end:])
+
+    def finish(self) -> list[Piece]:
+        if self._behind is not None and not self._is_prose:
+            return self._prose.say(self._behind) + self._prose.finish()
+        return ([] if self._is_prose else self._give_up()) + self._prose.finish()
+
+    def _end(self, text: str) -> list[Piece]:
+        """An end marker may follow the list."""
+        self._behind = ((self._behind or "") + text).lstrip()
+        if self._behind != PYTHON_MARKERS[1] and may_begin(self._behind, PYTHON_MARKERS[1:]):
+            return []
+        self._is_prose = True
+        return self._prose.say(self._behind.removeprefix(PYTHON_MARKERS[1]))
+
+    def _give_up(self) -> list[Piece]:
+        self._is_prose = True
+        return self._prose.say(self._raw)
+
+    def _find_end(self, start: int) -> int | None:
+        """Behind the bracket that closes the first one."""
+        self._at = max(self._at, start)
+        while self._at < len(self._raw):
+            character = self._raw[self._at]
+            self._at += 1
+            if self._quote:
+                if self._is_escaped:
+                    self._is_escaped = False
+                elif character == "\\":
+                    self._is_escaped = True
+                elif character == self._quote:
+                    self._quote = ""
+            elif character in "\"'":
+                self._quote = character
+            elif character in "([{":
+                self._depth += 1
+            elif character in ")]}":
+                self._depth -= 1
+                if self._depth == 0:
+                    return self._at
+        return None
+
+
+def python_calls(text: str) -> list[Call] | None:
+    """The calls in a list of them, or on lines of their own; None: it is neither, or has an argument that is no
+    plain value."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", SyntaxWarning)  # of "\d" in a string
+            lines = [line.value for line in ast.parse(with_names(text).strip()).body if isinstance(line, ast.Expr)]
+        if not lines:
+            return None
+        nodes = lines[0].elts if len(lines) == 1 and isinstance(lines[0], ast.List) else lines
+        return [python_call(node) for node in nodes] or None
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return None
+
+
+def with_names(text: str) -> str:
+    """The text with names of arguments that Python can read."""
+    return STRING_OR_KEYWORD.sub(lambda token: f"{ESCAPED}{token[1]}" if token[1] else token[0], text)
+
+
+def python_call(node: ast.expr) -> tuple[str, dict[str, Any]]:
+    """Raises ValueError."""
+    if not isinstance(node, ast.Call) or node.args:
+        raise ValueError("not a call with named arguments")
+    return ast.unparse(node.func), {
+        argument.arg.removeprefix(ESCAPED): python_value(argument.value)
+        for argument in node.keywords
+        if argument.arg is not None
+    }
+
+
+def python_value(node: ast.expr) -> Any:
+    """A Python literal as JSON. Raises ValueError."""
+    match node:
+        case ast.Constant(value=str() | int() | float() | None):
+            return node.value
+        case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int() | float() as number)):
+            return -number
+        case ast.List(elts=elements) | ast.Tuple(elts=elements):
+            return [python_value(each) for each in elements]
+        case ast.Dict(keys=keys, values=values):
+            named = [
+                (key.value, value)
+                for key, value in zip(keys, values, strict=True)
+                if isinstance(key, ast.Constant) and isinstance(key.value, str)
+            ]
+            if len(named) == len(keys):
+                return {key: python_value(value) for key, value in named}
+        case ast.Name(id=word) if word in PYTHON_WORDS:
+            return PYTHON_WORDS[word]
+    raise ValueError("not a plain value")
+
+
+class PythonForm(Struct, frozen=True, tag="python"):
+    """The markers around calls as Python."""
+
+    start: str
+    end: str
+
+    def parser(self, names: frozenset[str], texts: frozenset[str]) -> BlockCalls:  # noqa: ARG002
+        return BlockCalls(names, (self.start,), self._find_end, python_calls)
+
+    def _find_end(self, text: str) -> tuple[int, str] | None:
+        """Find where the end marker is: one in a string of an argument is a part of that."""
+        for token in re.finditer(rf"{PYTHON_STRING}|({re.escape(self.end)})|['\"]", text, re.DOTALL):
+            if token[1] is not None:
+                return token.start(), self.end
+            if len(token[0]) == 1:  # a string that has not ended yet
+                return None
+        return None

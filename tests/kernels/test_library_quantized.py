@@ -1,0 +1,204 @@
+"""Models on transformers' own modules, with weights in the formats that other tools publish, and quantized
+as they are read: what the library computes of the weights that the codes mean, and the same bits in any
+company.
+"""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+
+from services.compute.weights.library_modules import KernelExperts, KernelLinear, KernelMlp
+from shared.process.errors import StartupError
+from tests.kernels.families import Engine, assert_greedy, reference_model
+from tests.kernels.quantized import Writer, awq, compressed, float8, four_bit_floats, gptq, llm_int8, packed, scheme
+from tests.kernels.test_formats import BNB4, BNB8, awq_config, fp8_config, gptq_config
+from tests.kernels.test_models import prompts
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 512,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 512,
+    "eos_token_id": 1,
+    "bos_token_id": None,
+    "pad_token_id": 0,
+}
+EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 128}
+CONFIGS: dict[str, PretrainedConfig] = {
+    "qwen3": transformers.Qwen3Config(**SIZES),
+    "qwen3-moe": transformers.Qwen3MoeConfig(**SIZES, **EXPERTS, num_experts=4, norm_topk_prob=True),
+    "glm4-moe": transformers.Glm4MoeConfig(
+        **SIZES, **EXPERTS, n_routed_experts=4, first_k_dense_replace=1, use_qk_norm=True
+    ),
+    "minimax-m2": transformers.MiniMaxM2Config(
+        **SIZES | {"intermediate_size": 128}, num_local_experts=4, num_experts_per_tok=2
+    ),
+    "gemma4": transformers.Gemma4UnifiedTextConfig(
+        **SIZES,
+        sliding_window=24,
+        layer_types=["sliding_attention", "full_attention"],
+        use_bidirectional_attention=None,
+    ),
+    "ministral3": transformers.Ministral3Config(**SIZES),
+    "gpt2": transformers.GPT2Config(vocab_size=512, n_embd=128, n_layer=2, n_head=4, n_positions=512),
+}
+# written into the file as they are
+DENSE = ("norm", "embed", "lm_head", ".gate.", "wte", "wpe")
+INT4 = compressed(scheme(4, "group", group=32), layout="pack-quantized", ignore=("lm_head", "re:.*[.]gate$"))
+FORMATS: dict[str, tuple[Writer, dict[str, Any]]] = {
+    "fp8-block": (
+        float8("block", scale_name="weight_scale_inv", block=(64, 64)),
+        fp8_config(weight_block_size=[64, 64]),
+    ),
+    "fp8-tensor": (float8("tensor", scale_name="weight_scale_inv"), fp8_config(activation_scheme="static")),
+    "gptq": (gptq(4, 64, symmetric=False), gptq_config(4, 64, sym=False)),
+    "awq": (awq(64), awq_config(64)),
+    "w4a16": (packed(4, 32), INT4),
+    "nf4": (four_bit_floats("nf4", 64, nested=True), BNB4),
+    "llm-int8": (llm_int8, BNB8),
+}
+CASES = [
+    ("qwen3", "nf4"),
+    ("qwen3-moe", "fp8-block"),
+    ("qwen3-moe", "gptq"),
+    ("qwen3-moe", "llm-int8"),
+    ("glm4-moe", "fp8-block"),
+    ("glm4-moe", "awq"),
+    ("glm4-moe", "w4a16"),
+    ("glm4-moe", "nf4"),
+    ("minimax-m2", "fp8-block"),
+    ("gemma4", "gptq"),
+    ("ministral3", "fp8-tensor"),
+]
+
+
+def write(
+    family: str, folder: Path, writer: Writer, config: dict[str, Any], rename: Callable[[str], str] = str
+) -> PreTrainedModel:
+    """Write a random model's layers by the names that the family's checkpoints have, each matrix by the
+    writer. rename: makes these names other ones. Returns the library's model with what the file means."""
+    dense = folder.parent / f"{folder.name}-dense"
+    reference_model(family, dense, config=CONFIGS[family])
+    folder.mkdir()
+    tensors, meant = {}, {}
+    for name, tensor in load_file(dense / "model.safetensors").items():
+        meant[name] = tensor
+        if tensor.ndim != 2 or any(part in name for part in DENSE):
+            tensors[rename(name)] = tensor
+            continue
+        parts, values = writer(tensor)
+        meant[name] = values.float()
+        tensors |= {rename(f"{name.removesuffix('weight')}{part}"): each.contiguous() for part, each in parts.items()}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    save_file(meant, dense / "model.safetensors", metadata={"format": "pt"})
+    of_file = json.loads((dense / "config.json").read_text()) | {"quantization_config": config}
+    (folder / "config.json").write_text(json.dumps(of_file))
+    return AutoModelForCausalLM.from_pretrained(dense, dtype=torch.float32, attn_implementation="eager").eval()
+
+
+def run(folder: Path, **options: Any) -> Engine:
+    return Engine(folder, model_impl="transformers", **options)
+
+
+def assert_bits_are_the_same(engine: Engine) -> None:
+    """In a batch, alone, and in chunks."""
+    some = prompts(3, SIZES["vocab_size"])
+    tokens = engine.generate(some, 8)
+    batch = {number: torch.stack(engine.logits[number]) for number in range(len(some))}
+    for number, prompt in enumerate(some):
+        assert engine.generate([prompt], 8) == [tokens[number]]
+        assert torch.equal(torch.stack(engine.logits[0]), batch[number])
+    chunks = Engine(engine, max_batched_tokens=24, max_num_seqs=2)
+    assert chunks.generate(some, 8) == tokens
+    assert all(torch.equal(torch.stack(chunks.logits[number]), each) for number, each in batch.items())
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize(("family", "form"), CASES)
+def test_a_published_checkpoint_computes_what_its_weights_mean(family: str, form: str, tmp_path: Path) -> None:
+    """In float32 the library's tokens; in bfloat16, on the own kernels, its logits nearly."""
+    reference = write(family, tmp_path / "model", *FORMATS[form])
+    some = prompts(3, SIZES["vocab_size"])
+    assert_greedy(run(tmp_path / "model"), reference, some, 12)
+    engine = run(tmp_path / "model", dtype=torch.bfloat16)
+    assert_bits_are_the_same(engine)
+    engine.generate(some[:1], 1)
+    with torch.inference_mode():
+        expected = reference(torch.tensor(some[:1])).logits[0, -1]
+    assert (engine.logits[0][0] - expected).pow(2).mean() < 0.15**2 * expected.pow(2).mean()
+
+
+@pytest.mark.parametrize("form", ["fp8-block", "gptq"])
+def test_the_native_model_and_the_library_read_the_same_file(form: str, tmp_path: Path) -> None:
+    write("qwen3-moe", tmp_path / "model", *FORMATS[form])
+    some = prompts(3, SIZES["vocab_size"])
+    native, library = Engine(tmp_path / "model"), run(tmp_path / "model")
+    assert native.generate(some, 12) == library.generate(some, 12)
+    for number in range(len(some)):
+        torch.testing.assert_close(
+            torch.stack(native.logits[number]), torch.stack(library.logits[number]), atol=1e-4, rtol=1e-4
+        )
+
+
+def test_the_text_of_a_model_that_sees_as_it_is_published_in_fp8(tmp_path: Path) -> None:
+    """Ministral 3: scales of weights and of activations for each matrix; the latter are not used."""
+
+    def write_static(weight: torch.Tensor) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+        parts, meant = FORMATS["fp8-tensor"][0](weight)
+        return parts | {"activation_scale": torch.tensor(0.1)}, meant
+
+    folder, config = tmp_path / "model", FORMATS["fp8-tensor"][1] | {"modules_to_not_convert": ["lm_head"]}
+    reference = write("ministral3", folder, write_static, config, rename=lambda name: f"language_model.{name}")
+    text = json.loads((folder / "config.json").read_text())
+    whole = {
+        "model_type": "mistral3",
+        "architectures": ["Mistral3ForConditionalGeneration"],
+        "text_config": text,
+        "vision_config": transformers.PixtralVisionConfig().to_dict(),
+        "quantization_config": text.pop("quantization_config"),
+        "tie_word_embeddings": False,
+    }
+    (folder / "config.json").write_text(json.dumps(whole))
+    assert_greedy(run(folder), reference, prompts(3, SIZES["vocab_size"]), 12)
+
+
+@pytest.mark.parametrize("quantization", ["w8a8", "w4", "nf4"])
+@pytest.mark.parametrize("family", ["qwen3-moe", "glm4-moe", "gpt2"])
+def test_layers_are_quantized_as_they_are_read(family: str, quantization: str, tmp_path: Path) -> None:
+    reference_model(family, tmp_path, config=CONFIGS[family])
+    engine = run(tmp_path, dtype=torch.bfloat16, quantization=quantization)
+    model = engine.runner.model.model
+    for module in model.modules():
+        assert type(module) is not torch.nn.Linear
+        if isinstance(module, KernelExperts):
+            forms = {each.down.form.kind.name for each in module.experts}
+            assert forms == {{"w8a8": "INT8", "w4": "INT4", "nf4": "FOUR_BIT"}[quantization]}
+    assert any(isinstance(module, KernelExperts | KernelMlp | KernelLinear) for module in model.modules())
+    assert_bits_are_the_same(engine)
+
+
+def test_what_a_file_has_quantized_is_not_quantized_again(tmp_path: Path) -> None:
+    write("qwen3", tmp_path / "model", *FORMATS["gptq"])
+    with pytest.raises(StartupError, match=r"--quantization w8a8: .* is quantized already \(GPTQ, 4 bits"):
+        run(tmp_path / "model", dtype=torch.bfloat16, quantization="w8a8")
+
+
+def test_codes_without_a_config_that_explains_them_are_refused(tmp_path: Path) -> None:
+    write("qwen3-moe", tmp_path / "model", *FORMATS["fp8-block"])
+    file = tmp_path / "model" / "config.json"
+    config = json.loads(file.read_text())
+    del config["quantization_config"]
+    file.write_text(json.dumps(config))
+    with pytest.raises(StartupError, match=r"is float8_e4m3fn, and config\.json has no quantization_config"):
+        run(tmp_path / "model")
