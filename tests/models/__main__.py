@@ -6,6 +6,8 @@ one), or with which words it is refused. 20 greedy tokens of prompts of 5, 40 an
 those of transformers' `generate` in float32: in one batch, in chunks, and over the prefix cache. A
 process is forked for each, so a crash is one row. Those in SERVED run behind the real pipeline as well,
 and compute is killed in the middle (served.py).
+
+`--gguf FOLDER`, of llama.cpp's source, converts each checkpoint first and loads the file.
 """
 
 import argparse
@@ -29,6 +31,7 @@ from transformers.utils import logging
 from tests.models.blueprints import Blueprint
 from tests.models.cases import CASES, SERVED
 from tests.models.compare import Result, compare
+from tests.models.convert import CONVERTED
 from tests.models.served import serve
 
 # for one architecture
@@ -36,13 +39,13 @@ PATIENCE_S = 600
 MEMORY = 4 << 30
 
 
-def in_a_process(name: str, blueprint: Blueprint) -> Result:
+def in_a_process(name: str, blueprint: Blueprint, converter: Path | None) -> Result:
     """Compare in a process of its own."""
     began = time.monotonic()
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:
-        os._exit(report(name, blueprint, writing))
+        os._exit(report(name, blueprint, converter, writing))
     os.close(writing)
     said = b""
     while select.select([reading], [], [], max(0.0, began + PATIENCE_S - time.monotonic()))[0] and (
@@ -58,7 +61,7 @@ def in_a_process(name: str, blueprint: Blueprint) -> Result:
     return result
 
 
-def report(name: str, blueprint: Blueprint, writing: int) -> int:
+def report(name: str, blueprint: Blueprint, converter: Path | None, writing: int) -> int:
     """In the child: what came of it goes to the parent, a crash as well."""
     try:
         quiet = os.open(os.devnull, os.O_WRONLY)
@@ -66,7 +69,7 @@ def report(name: str, blueprint: Blueprint, writing: int) -> int:
         os.dup2(quiet, 2)
         resource.setrlimit(resource.RLIMIT_DATA, (MEMORY, MEMORY))  # a config that leaves out a size means a large one
         with tempfile.TemporaryDirectory() as folder:
-            result = compare(name, blueprint, Path(folder))
+            result = compare(name, blueprint, Path(folder), converter)
     except BaseException as error:
         place = error.__traceback__
         while place is not None and place.tb_next is not None:
@@ -81,8 +84,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.models")
     parser.add_argument("--only", default="", help="names of cases, joined by commas")
     parser.add_argument("--out", type=Path, help="a file for the results, as JSON")
+    parser.add_argument("--gguf", type=Path, help="llama.cpp's folder: run the files that its converter makes")
     arguments = parser.parse_args()
-    names = arguments.only.split(",") if arguments.only else list(CASES)
+    all_names = list(CASES if arguments.gguf is None else CONVERTED)
+    names = arguments.only.split(",") if arguments.only else all_names
     if unknown := [name for name in names if name not in CASES]:
         parser.error(f"no case {unknown[0]}")
     torch.set_num_threads(1)
@@ -90,7 +95,7 @@ def main() -> int:
     rows, began = [], time.monotonic()
     for name in names:
         expected, blueprint = CASES[name]
-        result = in_a_process(name, blueprint)
+        result = in_a_process(name, blueprint, arguments.gguf)
         problem = result.problem(expected)
         rows.append(asdict(result) | {"expected": expected, "problem": problem})
         numbers = f"{result.tokens}, {result.difference:.0e}, " if result.tokens else ""
@@ -102,7 +107,7 @@ def main() -> int:
     if arguments.out is not None:
         arguments.out.write_text(json.dumps(rows, indent=1))
     failed = [row["name"] for row in rows if row["problem"]]
-    for name in [each for each in SERVED if each in names]:
+    for name in [each for each in SERVED if each in names and arguments.gguf is None]:
         with tempfile.TemporaryDirectory() as folder:
             equal = serve(name, CASES[name][1], Path(folder))
         print(f"{name:28} served, killed and resumed: {'equal' if all(equal) else f'   FAILED: {equal}'}", flush=True)

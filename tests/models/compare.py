@@ -24,6 +24,7 @@ from shared.model.sampling_params import SamplingParams
 from shared.process.errors import StartupError
 from shared.process.settings import ComputeSettings
 from tests.models.blueprints import Blueprint
+from tests.models.convert import convert
 
 RNG = random.Random(7)
 PROMPTS = [[RNG.randrange(3, 512) for _ in range(length)] for length in (5, 40, 130)]
@@ -62,7 +63,9 @@ class Result:
         return "" if self.difference <= LARGEST_DIFFERENCE else f"a logit differs by {self.difference:.1e}"
 
 
-def compare(name: str, blueprint: Blueprint, folder: Path) -> Result:
+def compare(name: str, blueprint: Blueprint, folder: Path, converter: Path | None) -> Result:
+    """converter: llama.cpp's folder: of the file that it makes of the checkpoint; None: the
+    checkpoint's own."""
     result = Result(name)
     config = blueprint.config()
     if missing := blueprint.missing_kinds(config):
@@ -70,7 +73,7 @@ def compare(name: str, blueprint: Blueprint, folder: Path) -> Result:
         return result
     model_class = blueprint.model_class(config)
     write_checkpoint(name, model_class, config, folder)
-    files = open_model(str(folder), weights=True)
+    files = open_model(str(folder if converter is None else convert(name, folder, converter)), weights=True)
     try:
         engine = build_engine(settings(), files)
     except StartupError as error:
@@ -89,9 +92,16 @@ def compare(name: str, blueprint: Blueprint, folder: Path) -> Result:
 
 
 def write_checkpoint(name: str, model_class: Any, config: Any, folder: Path) -> None:
-    """Random weights, spread out: with the usual 0.02 all logits are nearly equal."""
     torch.manual_seed(sum(map(ord, name)))
     model = model_class._from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
+    randomize(model)
+    model.save_pretrained(folder)
+    for file in TOKENIZER:
+        shutil.copy(DEMO_MODEL / file, folder / file)
+
+
+def randomize(model: Any) -> None:
+    """Give it random weights, spread out: with the usual 0.02 all logits are nearly equal."""
     for full_name, parameter in model.named_parameters():
         lower = full_name.lower()
         if "norm" in lower:
@@ -102,9 +112,6 @@ def write_checkpoint(name: str, model_class: Any, config: Any, folder: Path) -> 
     for full_name, buffer in model.named_buffers():
         if "correction_bias" in full_name or "expert_bias" in full_name:
             torch.nn.init.normal_(buffer, std=0.3)
-    model.save_pretrained(folder)
-    for file in TOKENIZER:
-        shutil.copy(DEMO_MODEL / file, folder / file)
 
 
 def settings(**options: Any) -> ComputeSettings:

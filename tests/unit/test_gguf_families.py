@@ -60,7 +60,7 @@ def test_an_architecture_that_is_not_read_is_refused_by_name(architecture: str) 
         ("qwen3moe", "expert_gating_func", 2),
         ("qwen2moe", "expert_weights_scale", 2.5),
         ("llama", "logit_scale", 0.25),
-        ("mistral3", "attention.temperature_scale", 0.1),
+        ("llama", "attention.temperature_scale", 0.1),
         ("qwen2", "expert_count", 8),
         ("gemma3", "attn_logit_softcapping", 50.0),
         ("qwen3", "attention.causal", False),
@@ -124,6 +124,37 @@ def test_windows_are_by_a_list_or_by_a_period() -> None:
         ] == ["Olmo3ForCausalLM"]
     with pytest.raises(StartupError, match="has 1 items for 8 layers"):
         make_config(head_of("exaone4", **{"attention.sliding_window": 24, "attention.sliding_window_pattern": [True]}))
+
+
+def test_ministral_scales_queries_by_position_and_mistral_small_does_not() -> None:
+    yarn = {"rope.scaling.type": "yarn", "rope.scaling.factor": 16.0, "rope.scaling.original_context_length": 64}
+    found = make_config(head_of("mistral3", **yarn, **{"attention.temperature_scale": 0.1}))
+    assert found["architectures"] == ["Ministral3ForCausalLM"]
+    expected = {"llama_4_scaling_beta": 0.1, "original_max_position_embeddings": 64, "factor": 16.0}
+    assert expected.items() <= found["rope_parameters"].items()
+    assert make_config(head_of("mistral3"))["architectures"] == ["LlamaForCausalLM"]
+
+
+def test_layers_that_foresee_tokens_are_no_layers_of_the_model() -> None:
+    more = {"expert_count": 6, "expert_used_count": 2, "nextn_predict_layers": 1}
+    assert make_config(head_of("glm4moe", **more))["num_hidden_layers"] == 7
+    with pytest.raises(StartupError, match="all glm4moe.block_count layers are glm4moe.nextn_predict_layers"):
+        make_config(head_of("glm4moe", **more | {"nextn_predict_layers": 8}))
+
+
+def test_the_kind_of_a_layer_follows_from_its_heads() -> None:
+    sizes = {"shortconv.l_cache": 3, "attention.head_count_kv": [0, 2] * 4}
+    assert make_config(head_of("lfm2", **sizes))["layer_types"] == ["conv", "full_attention"] * 4
+    with pytest.raises(StartupError, match="lfm2.attention.head_count_kv has 2 items for 8 layers"):
+        make_config(head_of("lfm2", **sizes | {"attention.head_count_kv": [0, 2]}))
+    with pytest.raises(StartupError, match=r"the metadata has no lfm2.shortconv.l_cache"):
+        make_config(head_of("lfm2", **{"attention.head_count_kv": [0, 2] * 4}))
+    state = {"ssm.conv_kernel": 4, "ssm.state_size": 16, "ssm.group_count": 2, "ssm.inner_size": 128}
+    widths = {"attention.head_count_kv": [0, 0, 0, 2] * 2, "feed_forward_length": [0, 128, 0, 0] * 2}
+    found = make_config(head_of("nemotron_h", **state, **widths, **{"ssm.time_step_rank": 8}))
+    assert found["layers_block_type"] == ["linear_attention", "mlp", "linear_attention", "full_attention"] * 2
+    with pytest.raises(StartupError, match="of 6 heads in 2 groups, which do not divide it"):
+        make_config(head_of("nemotron_h", **state, **widths, **{"ssm.time_step_rank": 6}))
 
 
 def test_smollm3s_layers_that_do_not_rotate_follow_from_their_number() -> None:

@@ -319,7 +319,7 @@ def test_a_token_of_megabytes_is_refused_at_once(sentencepiece_file: GgufHead) -
 @pytest.mark.parametrize(
     ("key", "value", "message"),
     [
-        ("tokenizer.ggml.model", "bert", "'bert' is not supported"),
+        ("tokenizer.ggml.model", "rwkv", "'rwkv' is not supported"),
         ("tokenizer.ggml.pre", "unheard-of", "pre-tokenizer 'unheard-of' is not supported"),
         ("tokenizer.ggml.tokens", "one text", "not the list that it should be"),
         ("tokenizer.ggml.token_type", [1], "but types of 1"),
@@ -331,6 +331,95 @@ def test_what_can_not_be_a_tokenizer_is_named(key: str, value: Any, message: str
     head = to_gguf(byte_level("gpt-2"), tmp_path / "model.gguf", pre="gpt-2")
     with pytest.raises(StartupError, match=message):
         make_tokenizer(GgufHead(head.path, head.metadata | {key: value}, {}))
+
+
+SCRIPTS = [
+    *TEXTS,
+    "हिन्दी में नमस्ते, தமிழ் ไทย বাংলা తెలుగు",
+    "Ελληνικά Русский עברית ÀÉÎÕÜ ﬁ ŉ",
+    "x = {'a': [1, 2.5e-10], \"b\": None}\r\n\tif x and not y: return 0xFF",
+]
+
+
+def check_ids(made: Tokenizer, original: Any) -> None:
+    for text in SCRIPTS:
+        assert made.encode(text, add_special_tokens=False).ids == original.encode(text, add_special_tokens=False), text
+
+
+def test_marks_belong_to_words_of_qwen_3_5(tmp_path: Path) -> None:
+    from transformers.models.qwen3_5.tokenization_qwen3_5 import Qwen3_5Tokenizer
+
+    trained = byte_level("qwen2")
+    trained.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Split(Regex(r"[\p{L}\p{M}]+|\p{N}|[^\p{L}\p{M}\p{N}]+"), "isolated"), BYTES]
+    )
+    trained.train_from_iterator(
+        [*CORPUS, *SCRIPTS * 9],
+        trainers.BpeTrainer(
+            vocab_size=1500,
+            special_tokens=SPECIALS,
+            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+            show_progress=False,
+        ),
+    )
+    state = json.loads(trained.to_str())["model"]
+    original = Qwen3_5Tokenizer(state["vocab"], [tuple(each) for each in state["merges"]])
+    original.add_special_tokens({"additional_special_tokens": SPECIALS})
+    made = {pre: build(to_gguf(trained, tmp_path / f"{pre}.gguf", pre=pre)) for pre in ("qwen35", "qwen2")}
+    check_ids(made["qwen35"], original)
+    with pytest.raises(AssertionError):
+        check_ids(made["qwen2"], original)
+
+
+def test_gemma_4_lists_its_merges(sentencepiece_file: GgufHead) -> None:
+    from transformers import GemmaTokenizer
+
+    state = json.loads(build(sentencepiece_file).to_str())["model"]
+    merges = [" ".join(each) for each in state["merges"]]
+    listed = {
+        "tokenizer.ggml.model": "gemma4",
+        "tokenizer.ggml.merges": merges,
+        "tokenizer.ggml.add_space_prefix": False,
+    }
+    made = build(GgufHead(sentencepiece_file.path, sentencepiece_file.metadata | listed, {}))
+    original = GemmaTokenizer(
+        state["vocab"], [tuple(each) for each in state["merges"]], bos_token="<s>", eos_token="</s>"
+    )
+    for text in SCRIPTS:
+        plain = text.replace("<", "(")
+        assert made.encode(plain, add_special_tokens=False).ids == original.encode(plain, add_special_tokens=False)
+
+
+@pytest.mark.parametrize("is_cased", [False, True])
+def test_words_of_bert_are_cut_into_pieces(is_cased: bool, tmp_path: Path) -> None:
+    from transformers import BertTokenizer
+
+    specials = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+    trained = Tokenizer(models.WordPiece(unk_token="[UNK]"))
+    trained.normalizer, trained.pre_tokenizer = (
+        normalizers.BertNormalizer(lowercase=not is_cased),
+        pre_tokenizers.BertPreTokenizer(),
+    )
+    trained.train_from_iterator(
+        [*CORPUS, *SCRIPTS], trainers.WordPieceTrainer(vocab_size=900, special_tokens=specials, show_progress=False)
+    )
+    vocabulary = trained.get_vocab()
+    tokens = sorted(vocabulary, key=vocabulary.__getitem__)
+    marked = [token if token in specials else token[2:] if token.startswith("##") else "▁" + token for token in tokens]
+    ids = dict(zip(("padding", "unknown", "cls", "seperator", "mask"), range(5), strict=True))
+    metadata = {
+        "tokenizer.ggml.model": "bert",
+        "tokenizer.ggml.tokens": marked,
+        "tokenizer.ggml.token_type": [3 if token in specials else 1 for token in tokens],
+        **{f"tokenizer.ggml.{name}_token_id": number for name, number in ids.items()},
+    }
+    original = BertTokenizer(vocabulary, do_lower_case=not is_cased)
+    made = build(GgufHead(tmp_path / "model.gguf", metadata, {}))
+    for text in SCRIPTS:
+        assert made.encode(text).ids == original.encode(text)
+    pair = made.encode("Hello world", "it's")
+    expected = original("Hello world", "it's")
+    assert (pair.ids, pair.type_ids) == (expected["input_ids"], expected["token_type_ids"])
 
 
 VOCABULARIES = Path(os.environ.get("PENSTOCK_TEST_VOCABULARIES", "") or "/nowhere")  # llama.cpp's folder `models`

@@ -16,11 +16,13 @@ import torch
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from torch import Tensor
 
-from services.compute.backends.matrix import Dense, Matrix
+from services.compute.backends.matrix import Dense, Matrix, concatenate
 from services.compute.models.decoder import EmbeddingRows
 from services.compute.weights.gguf_blocks import FORMATS, has_wide_scales, to_grouped
+from services.compute.weights.gguf_layouts import TensorLayout, find_layout, layouts_of
 from services.compute.weights.progress import LoadingProgress
 from services.compute.weights.source import EMBEDDING, take_rows
+from shared.model.gguf.family import count_layers
 from shared.model.gguf.library_families import LIBRARY_FAMILIES
 from shared.model.gguf.parts import read_model
 from shared.model.gguf.reader import GgufHead, TensorInfo
@@ -79,10 +81,13 @@ IN_LAYER_OF: dict[str, dict[str, str]] = {
 }
 # an expert's matrix or bias, which is a part of all experts' in one tensor; gates and ups may be one,
 # too
-EXPERT = re.compile(r"model\.layers\.(\d+)\.mlp\.experts\.(\d+)\.(gate|up|down)_proj\.(weight|bias)")
+EXPERT = re.compile(r"model\.layers\.(\d+)\.(?:\w+\.)?experts\.(\d+)\.(gate|up|down)_proj\.(weight|bias)")
 # whose files have the rows of q and k in another order
 PERMUTED = ("llama", "mistral3", "granite", "smollm3")
-SHIFTED = ("gemma", "gemma2", "gemma3")  # whose files have norms as 1 + weight
+# whose files have norms as 1 + weight, but for those of heads of linear attention
+SHIFTED = ("gemma", "gemma2", "gemma3", "qwen35", "qwen35moe", "qwen3next")
+# whose last layers take keys and values from others
+SHARING = ("gemma3n", "gemma4")
 # one of several matrices that are one tensor of the file
 STACKED = re.compile(r"(model\.altup_(?:unembed_)?projections)\.(\d+)\.weight")
 
@@ -121,6 +126,7 @@ class GgufSource:
         self._library_names = (
             library_names(self.head, self.architecture) if self.architecture in LIBRARY_FAMILIES else None
         )
+        self.layouts = layouts_of(self.head)
         self._read: set[str] = set()
         self._kinds = {name: self._check(info) for name, info in self.head.tensors.items()}
         self._maps = {each: _map_file(each) for each in {info.path for info in self.head.tensors.values()}}
@@ -171,15 +177,18 @@ class GgufSource:
 
     def _is_unneeded(self, name: str) -> bool:
         """Also what layers have that take keys and values from others, as all of Gemma 3n's files
-        have it."""
+        have it; and the layers that foresee tokens."""
+        num_layers = count_layers(self.head, f"{self.architecture}.")
         shared = (
             int(self.head.metadata.get(f"{self.architecture}.attention.shared_kv_layers", 0))
-            if self.architecture == "gemma3n"
+            if self.architecture in SHARING
             else 0
         )
         found = OF_KEYS_AND_VALUES.fullmatch(name)
-        return UNNEEDED.fullmatch(name) is not None or (
-            found is not None and int(found[1]) >= self.head.number(f"{self.architecture}.block_count") - shared
+        return (
+            UNNEEDED.fullmatch(name) is not None
+            or (found is not None and int(found[1]) >= num_layers - shared)
+            or _is_of_layers(name, range(num_layers, self.head.number(f"{self.architecture}.block_count")))
         )
 
     def _is_kept(self, kind: GGMLQuantizationType) -> bool:
@@ -191,10 +200,36 @@ class GgufSource:
         self, name: str, shape: tuple[int, ...], rows: Sequence[range] | None = None, dtype: torch.dtype | None = None
     ) -> Tensor:
         """dtype: another than the model's."""
+        if (found := find_layout(self.layouts, name)) is not None:
+            return self._arranged(*found, name, shape).to(device=self.device, dtype=dtype or self.dtype)
         if rows is not None and len(shape) == 1:
             return take_rows(self.dense(name, shape, dtype=dtype), rows)
         info, kind = self._find(name, shape)
-        offset = 1.0 if self.architecture in SHIFTED and name.endswith("norm.weight") else 0.0
+        return self._dense(info, kind, name, shape, rows, dtype)
+
+    def _arranged(self, layout: TensorLayout, start: str, name: str, shape: tuple[int, ...]) -> Tensor:
+        """A parameter of what the file has in another form, in float32 if it does."""
+        self.check(name, shape)
+        parts = [
+            self._dense(info, self._kinds[info.name], info.name, info.shape, None, torch.float32)
+            for info in (self.head.tensors[start + each] for each in layout.tensors)
+        ]
+        values = torch.cat(parts, dim=max(parts[0].dim() - 2, 0)) if len(parts) > 1 else parts[0]
+        values = values if layout.values is None else layout.values(values, shape)
+        values = values if layout.rows is None else values[layout.rows(self.head)]
+        return values if layout.columns is None else values[:, layout.columns(self.head)]
+
+    def _dense(
+        self,
+        info: TensorInfo,
+        kind: GGMLQuantizationType,
+        name: str,
+        shape: tuple[int, ...],
+        rows: Sequence[range] | None,
+        dtype: torch.dtype | None,
+    ) -> Tensor:
+        is_shifted = self.architecture in SHIFTED and name.endswith("norm.weight") and "linear_attn." not in name
+        offset = 1.0 if is_shifted else 0.0
         data = self._rows(info, kind, name, rows)
         if kind in FLOATS:
             values = data.view(FLOATS[kind])
@@ -208,9 +243,28 @@ class GgufSource:
         )
 
     def matrix(self, name: str, shape: tuple[int, int], rows: Sequence[range] | None = None) -> Matrix:
-        info, kind = self._find(name + "weight", shape)
+        if (found := find_layout(self.layouts, name + "weight")) is None:
+            return self._matrix(*self._find(name + "weight", shape), name, shape, rows)
+        if not self.keeps(name + "weight"):
+            return Dense(self.dense(name + "weight", shape))
+        self.check(name + "weight", shape)
+        layout, start = found
+        infos = [self.head.tensors[start + each] for each in layout.tensors]
+        return concatenate(
+            [self._matrix(each, self._kinds[each.name], each.name, (each.shape[0], shape[1]), None) for each in infos],
+            self.dtype,
+        )
+
+    def _matrix(
+        self,
+        info: TensorInfo,
+        kind: GGMLQuantizationType,
+        name: str,
+        shape: tuple[int, int],
+        rows: Sequence[range] | None,
+    ) -> Matrix:
         if not self._is_kept(kind):
-            return Dense(self.dense(name + "weight", shape, rows))
+            return Dense(self._dense(info, kind, name, shape, rows, None))
         # all of a matrix decides whether float16 can hold its scales
         size, is_judged = GGML_QUANT_SIZES[kind][1], kind == GGMLQuantizationType.MXFP4
         data = self._rows(info, kind, name, None if is_judged else rows)
@@ -230,16 +284,39 @@ class GgufSource:
         return replace(grouped, **moved)
 
     def has(self, name: str) -> bool:
-        return self._translate(name) in self._kinds
+        return find_layout(self.layouts, name) is not None or self._translate(name) in self._kinds
 
     def check(self, name: str, shape: tuple[int, ...]) -> None:
         """Raises StartupError if there is no such tensor, or in another shape."""
-        self._find(name, shape)
+        if (found := find_layout(self.layouts, name)) is None:
+            self._find(name, shape)
+            return
+        layout, start = found
+        if missing := [each for each in layout.tensors if start + each not in self.head.tensors]:
+            raise StartupError(f"{self.folder}: the file has no tensor {start}{missing[0]} ({name})")
+        shapes = [self.head.tensors[start + each].shape for each in layout.tensors]
+        if sum(map(math.prod, shapes)) != math.prod(shape):
+            raise StartupError(
+                f"{self.folder}: {start}{layout.tensors[0]} has the shape {shapes[0]}, the metadata say that {name} "
+                f"is {shape}"
+            )
 
     def keeps(self, name: str) -> bool:
         """Whether the matrix of that name, if there is one, keeps its form."""
+        if (found := find_layout(self.layouts, name)) is not None:
+            layout, start = found
+            kinds = [self._kinds.get(start + each) for each in layout.tensors]
+            return layout.values is None and all(kind is not None and self._is_kept(kind) for kind in kinds)
         kind = self._kinds.get(self._translate(name))
         return kind is not None and self._is_kept(kind)
+
+    def orders(self, name: str) -> tuple[Tensor | None, Tensor | None]:
+        """The place of each row and of each column of a matrix in what `matrix` returns; None: they
+        are in their order."""
+        if (found := find_layout(self.layouts, name)) is None or not self.keeps(name):
+            return None, None
+        rows, columns = found[0].rows, found[0].columns
+        return (rows and rows(self.head).to(self.device)), (columns and columns(self.head).to(self.device))
 
     def embedding(self, shape: tuple[int, int], name: str = EMBEDDING) -> Tensor | GgufRows:
         info, kind = self._find(name, shape)
@@ -372,7 +449,10 @@ def translate_library_name(names: gguf.TensorNameMap, name: str) -> str:
     the library's."""
     if not name.endswith((".weight", ".bias")):
         name = name.removesuffix("_bias") + ".bias" if name.endswith("_bias") else name + ".weight"
-    return names.get_name(name, try_suffixes=(".weight", ".bias")) or name
+    suffixes = (".weight", ".bias")
+    # the names of a checkpoint, which the library changed
+    published = name.replace("model.", "backbone.", 1)
+    return names.get_name(name, suffixes) or names.get_name(published, suffixes) or name
 
 
 def _map_file(path: Path) -> mmap.mmap:

@@ -55,16 +55,27 @@ Source = GgufSource | ConvertedSource
 
 
 class KernelLinear(nn.Module):
-    """A backend's linear layer in the place of torch's."""
+    """A backend's linear layer in the place of torch's. rows, columns: where its matrix has each row
+    and each column of that layer's; None: in their order."""
 
-    def __init__(self, linear: Callable[[Tensor], Tensor], backend: Backend) -> None:
+    def __init__(
+        self,
+        linear: Callable[[Tensor], Tensor],
+        backend: Backend,
+        rows: Tensor | None = None,
+        columns: Tensor | None = None,
+    ) -> None:
         super().__init__()
         self.linear = linear
         self.dtype = backend.dtype
+        self.rows = rows
+        self.inputs = None if columns is None else columns.argsort()
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [..., k]. Returns [..., n]."""
+        x = x if self.inputs is None else x[..., self.inputs]
         product = self.linear(as_rows(x, self.dtype))
+        product = product if self.rows is None else product[:, self.rows]
         return product.view(*x.shape[:-1], product.shape[-1]).to(x.dtype)
 
 
@@ -220,7 +231,7 @@ def check_shapes(model: Any, source: GgufSource) -> None:
     takes memory."""
     for name, parameter in model.named_parameters():
         shape, part = tuple(parameter.shape), name.rpartition(".")[2]
-        if part in ("gate_up_proj", "down_proj"):
+        if part in ("gate_up_proj", "down_proj") and not source.has(name):
             which = "gate" if part == "gate_up_proj" else "down"
             source.check(
                 f"{name.rpartition('.')[0]}.0.{which}_proj.weight",
@@ -280,7 +291,8 @@ class ModuleExchange:
             packing = self.packing
             quantization = packing.of_output if ATTENTION_OUTPUT.search(name) else packing.quantization
             linear = self.linear([name], [module], "none" if ROUTER.search(name) else quantization)
-            return KernelLinear(linear, self.backend)
+            orders = self.source.orders(f"{name}.weight") if isinstance(self.source, GgufSource) else ()
+            return KernelLinear(linear, self.backend, *orders)
         if isinstance(module, nn.Embedding) and isinstance(self.source, GgufSource):
             if not self.source.keeps(f"{name}.weight"):
                 return None

@@ -3,7 +3,7 @@
 from typing import Any
 
 from shared.model.gguf.families import find_family
-from shared.model.gguf.family import head_dim_of
+from shared.model.gguf.family import count_layers, head_dim_of
 from shared.model.gguf.reader import GgufHead
 from shared.model.gguf.rope import F32, make_rope
 from shared.process.errors import StartupError
@@ -45,9 +45,8 @@ def make_config(head: GgufHead) -> dict[str, Any]:
     metadata that is missing or wrong."""
     family = find_family(head)
     prefix = head.text("general.architecture") + "."
-    hidden, num_heads, num_layers = (
-        head.number(prefix + key) for key in ("embedding_length", "attention.head_count", "block_count")
-    )
+    hidden, num_heads = (head.number(prefix + key) for key in ("embedding_length", "attention.head_count"))
+    num_layers = count_layers(head, prefix)
     if num_layers > MAX_LAYERS:
         raise StartupError(f"{head.path}: {prefix}block_count is {num_layers}; at most {MAX_LAYERS} layers are read")
     head_dim = head_dim_of(head, prefix)
@@ -64,7 +63,9 @@ def make_config(head: GgufHead) -> dict[str, Any]:
         "dtype": "float32" if all(info.type_id == F32 for info in head.tensors.values()) else "bfloat16",
         "vocab_size": _vocab_size(head),
         "hidden_size": hidden,
-        "intermediate_size": head.number(prefix + "feed_forward_length"),
+        "intermediate_size": head.number(
+            prefix + "feed_forward_length", head.metadata.get(prefix + "expert_feed_forward_length")
+        ),
         "num_hidden_layers": num_layers,
         "num_attention_heads": num_heads,
         "num_key_value_heads": head.number(prefix + "attention.head_count_kv", num_heads),

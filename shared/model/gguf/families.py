@@ -36,19 +36,10 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 }
 # Of architectures that people ask for, what no executor here does
 LACKS = {
-    "glm4moe": "experts chosen by sigmoid",
-    "gpt2": "learned positions",
-    "granitehybrid": "state spaces",
-    "lfm2": "convolutions",
-    "llama4": "experts chosen by sigmoid, and chunked attention",
     "mamba": "state spaces",
-    "nemotron_h": "state spaces",
     "olmo": "norms without weights",
     "phi2": "layers whose attention and MLP run side by side",
     "phimoe": "experts chosen by sparsemixer",
-    "qwen35": "linear attention",
-    "qwen35moe": "linear attention",
-    "qwen3next": "linear attention",
 }
 
 
@@ -90,6 +81,23 @@ def _llama(head: GgufHead, prefix: str) -> dict[str, Any]:
     if window is not None:
         extra |= {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": window}
     return extra
+
+
+def _mistral3(head: GgufHead, prefix: str) -> dict[str, Any]:
+    """Mistral Small 3 is a Llama; Ministral 3 scales queries by their position."""
+    key = prefix + "attention.temperature_scale"
+    if not head.metadata.get(key):
+        return _llama(head, prefix)
+    rope = make_rope(head, prefix, head_dim_of(head, prefix))
+    scale = head.real(prefix + "rope.scaling.yarn_log_multiplier", 1.0)
+    beta = {"mscale": scale, "mscale_all_dim": scale, "llama_4_scaling_beta": head.real(key)}
+    return {
+        "architectures": ["Ministral3ForCausalLM"],
+        "model_type": "ministral3",
+        "hidden_act": "silu",
+        "sliding_window": None,
+        "rope_parameters": rope | beta,
+    }
 
 
 def _qwen(_head: GgufHead, _prefix: str) -> dict[str, Any]:
@@ -255,7 +263,7 @@ FAMILIES = {
         ("attention.scale", "embedding_scale", "residual_scale", "logit_scale"),
     ),
     "llama": Family("LlamaForCausalLM", "llama", _llama, ("expert_count",)),
-    "mistral3": Family("LlamaForCausalLM", "llama", _llama),
+    "mistral3": Family("LlamaForCausalLM", "llama", _mistral3, ("attention.temperature_scale",)),
     "olmo2": Family("Olmo2ForCausalLM", "olmo2", _olmo2),
     "phi3": Family("Phi3ForCausalLM", "phi3", _phi3),
     "qwen2": Family("Qwen2ForCausalLM", "qwen2", _qwen),

@@ -21,6 +21,29 @@ class Family:
     has_other_values: bool = False  # keys and values of a head may differ in length
 
 
+def count_layers(head: GgufHead, prefix: str) -> int:
+    """The number of layers, without those behind them that foresee tokens. Raises StartupError."""
+    count = head.number(prefix + "block_count") - int(head.metadata.get(prefix + "nextn_predict_layers", 0))
+    if count < 1:
+        raise StartupError(f"{head.path}: all {prefix}block_count layers are {prefix}nextn_predict_layers")
+    return count
+
+
+def read_numbers(head: GgufHead, prefix: str, **keys: str) -> dict[str, int]:
+    """Fields of a config.json by the keys that they have here. Raises StartupError."""
+    return {field: head.number(prefix + key) for field, key in keys.items()}
+
+
+def per_layer(head: GgufHead, prefix: str, key: str) -> list[int]:
+    """A number for each layer, zero where it has none. Raises StartupError."""
+    num_layers, value = count_layers(head, prefix), head.require(prefix + key)
+    if not isinstance(value, list):
+        return [int(head.number(prefix + key))] * num_layers
+    if len(value) < num_layers:
+        raise StartupError(f"{head.path}: {prefix}{key} has {len(value)} items for {num_layers} layers")
+    return [int(each) for each in value[:num_layers]]
+
+
 def head_dim_of(head: GgufHead, prefix: str) -> int:
     """The size of an attention head. Raises StartupError."""
     return head.number(
@@ -42,7 +65,7 @@ def read_experts(head: GgufHead, prefix: str) -> dict[str, Any]:
         "decoder_sparse_step": 1,
         "mlp_only_layers": [
             number
-            for number in range(head.number(prefix + "block_count"))
+            for number in range(count_layers(head, prefix))
             if f"blk.{number}.ffn_gate_inp.weight" not in head.tensors
         ],
     }
@@ -51,7 +74,7 @@ def read_experts(head: GgufHead, prefix: str) -> dict[str, Any]:
 def read_kinds(head: GgufHead, prefix: str, *, every: int) -> list[str]:
     """The kind of each layer, listed in the file, or by a period: its last layer attends to
     everything. Raises StartupError."""
-    key, num_layers = prefix + "attention.sliding_window_pattern", head.number(prefix + "block_count")
+    key, num_layers = prefix + "attention.sliding_window_pattern", count_layers(head, prefix)
     pattern = head.metadata.get(key, every)
     if not isinstance(pattern, list):
         every = head.number(key, every)

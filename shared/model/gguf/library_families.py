@@ -4,13 +4,26 @@ layers."""
 import math
 from typing import Any
 
-from shared.model.gguf.family import FULL, SLIDING, Family, head_dim_of, read_experts, read_kinds
+from shared.model.gguf.family import (
+    FULL,
+    SLIDING,
+    Family,
+    count_layers,
+    head_dim_of,
+    per_layer,
+    read_experts,
+    read_kinds,
+    read_numbers,
+)
+from shared.model.gguf.hybrid_families import HYBRID_FAMILIES
 from shared.model.gguf.reader import GgufHead
-from shared.model.gguf.rope import make_rope
+from shared.model.gguf.rope import make_rope, read_floats
 from shared.process.errors import StartupError
 
 SOFTMAX, SIGMOID = 1, 2  # of expert_gating_func
 STARCODER_WINDOW = 4096  # of all published models
+LLAMA4_CHUNK, LLAMA4_WITHOUT_NORM = 8192, 128  # tokens; experts of the model without norms of queries and keys
+STILL = 1e20  # what divides a frequency that rotates nothing, at least
 
 
 def _deepseek2(head: GgufHead, prefix: str) -> dict[str, Any]:
@@ -168,6 +181,143 @@ def _stablelm(head: GgufHead, prefix: str) -> dict[str, Any]:
     }
 
 
+def _gemma4(head: GgufHead, prefix: str) -> dict[str, Any]:
+    """Layers with a window have heads, and some models key and value heads, of their own number and
+    size. Of RoPE in layers without, a part of the frequencies is infinitely slow."""
+    kinds, num_kv_heads = read_kinds(head, prefix, every=6), per_layer(head, prefix, "attention.head_count_kv")
+    sizes = dict(zip(kinds, num_kv_heads, strict=True))
+    num_shared = int(head.metadata.get(prefix + "attention.shared_kv_layers", 0))
+    own = kinds[: len(kinds) - num_shared]
+    has_values = all(f"blk.{number}.attn_v.weight" in head.tensors for number in range(len(own)))
+    factors = read_floats(head, "rope_freqs.weight") if "rope_freqs.weight" in head.tensors else [1.0]
+    per_layer_rows = head.tensors.get("per_layer_token_embd.weight")
+    experts = read_experts(head, prefix) if head.metadata.get(prefix + "expert_count") else {}
+    return {
+        "hidden_activation": "gelu_pytorch_tanh",
+        "head_dim": head.number(prefix + "attention.key_length_swa"),
+        "global_head_dim": head_dim_of(head, prefix),
+        "num_key_value_heads": sizes.get(SLIDING, num_kv_heads[0]),
+        "num_global_key_value_heads": sizes.get(FULL),
+        "attention_k_eq_v": not has_values,
+        "num_kv_shared_layers": num_shared,
+        "use_double_wide_mlp": len(set(per_layer(head, prefix, "feed_forward_length"))) > 1,
+        "sliding_window": head.number(prefix + "attention.sliding_window"),
+        "layer_types": kinds,
+        "rope_parameters": {
+            SLIDING: {"rope_type": "default", "rope_theta": head.real(prefix + "rope.freq_base_swa", 10000.0)},
+            FULL: {
+                "rope_type": "proportional",
+                "rope_theta": head.real(prefix + "rope.freq_base"),
+                "partial_rotary_factor": sum(each < STILL for each in factors) / len(factors),
+            },
+        },
+        "final_logit_softcapping": head.real(prefix + "final_logit_softcapping", 0.0) or None,
+        "hidden_size_per_layer_input": int(head.metadata.get(prefix + "embedding_length_per_layer_input", 0)),
+        "vocab_size_per_layer_input": per_layer_rows.shape[0] if per_layer_rows is not None else 0,
+        "enable_moe_block": bool(experts),
+        "num_experts": experts.get("num_experts"),
+        "top_k_experts": experts.get("num_experts_per_tok"),
+        "moe_intermediate_size": experts.get("moe_intermediate_size"),
+    }
+
+
+def _glm4moe(head: GgufHead, prefix: str) -> dict[str, Any]:
+    experts = read_experts(head, prefix)
+    return _glm4(head, prefix) | {
+        "n_routed_experts": experts["num_experts"],
+        "num_experts_per_tok": experts["num_experts_per_tok"],
+        "moe_intermediate_size": experts["moe_intermediate_size"],
+        "n_shared_experts": head.number(prefix + "expert_shared_count", 1),
+        "first_k_dense_replace": int(head.metadata.get(prefix + "leading_dense_block_count", 0)),
+        "routed_scaling_factor": head.real(prefix + "expert_weights_scale", 1.0),
+        "norm_topk_prob": bool(head.metadata.get(prefix + "expert_weights_norm", False)),
+        "n_group": head.number(prefix + "expert_group_count", 1),
+        "topk_group": head.number(prefix + "expert_group_used_count", 1),
+        "use_qk_norm": "blk.0.attn_q_norm.weight" in head.tensors,
+    }
+
+
+def _ernie4_5(head: GgufHead, prefix: str) -> dict[str, Any]:  # noqa: ARG001
+    return {"hidden_act": "silu", "use_bias": "blk.0.attn_q.bias" in head.tensors}
+
+
+def _ernie4_5_moe(head: GgufHead, prefix: str) -> dict[str, Any]:
+    experts = read_experts(head, prefix)
+    return _ernie4_5(head, prefix) | {
+        "moe_num_experts": experts["num_experts"],
+        "moe_k": experts["num_experts_per_tok"],
+        "moe_intermediate_size": experts["moe_intermediate_size"],
+        "moe_num_shared_experts": int(head.metadata.get(prefix + "expert_shared_count", 0)),
+        "moe_layer_interval": head.number(prefix + "interleave_moe_layer_step", 1),
+        "moe_layer_start_index": int(head.metadata.get(prefix + "leading_dense_block_count", 0)),
+        "moe_layer_end_index": count_layers(head, prefix) - 1,
+    }
+
+
+def _silu(head: GgufHead, prefix: str) -> dict[str, Any]:  # noqa: ARG001
+    return {"hidden_act": "silu"}
+
+
+def _hunyuan_moe(head: GgufHead, prefix: str) -> dict[str, Any]:
+    experts = read_experts(head, prefix)
+    return {
+        "hidden_act": "silu",
+        "intermediate_size": experts["moe_intermediate_size"],
+        "num_experts": experts["num_experts"],
+        "moe_topk": experts["num_experts_per_tok"],
+    }
+
+
+def _minimax_m2(head: GgufHead, prefix: str) -> dict[str, Any]:
+    experts = read_experts(head, prefix)
+    return _glm4(head, prefix) | {
+        "intermediate_size": experts["moe_intermediate_size"],
+        "num_local_experts": experts["num_experts"],
+        "num_experts_per_tok": experts["num_experts_per_tok"],
+    }
+
+
+def _olmoe(head: GgufHead, prefix: str) -> dict[str, Any]:
+    return {"hidden_act": "silu"} | read_experts(head, prefix) | {"norm_topk_prob": False}
+
+
+def _llama4(head: GgufHead, prefix: str) -> dict[str, Any]:
+    """A file does not say what all published models share: three of four layers rotate, and attend to
+    chunks of 8,192 tokens. A window of 0 means that all layers rotate and see everything."""
+    experts, num_layers = read_experts(head, prefix), count_layers(head, prefix)
+    is_plain = head.metadata.get(prefix + "attention.sliding_window") == 0
+    chunks = {
+        "attention_chunk_size": None if is_plain else LLAMA4_CHUNK,
+        "no_rope_layers": [int(is_plain or (number + 1) % 4 != 0) for number in range(num_layers)],
+        "attn_temperature_tuning": not is_plain,
+    }
+    return chunks | {
+        "hidden_act": "silu",
+        "intermediate_size": experts["moe_intermediate_size"],
+        "intermediate_size_mlp": head.number(prefix + "feed_forward_length"),
+        "num_local_experts": experts["num_experts"],
+        "num_experts_per_tok": experts["num_experts_per_tok"],
+        "interleave_moe_layer_step": head.number(prefix + "interleave_moe_layer_step"),
+        "use_qk_norm": experts["num_experts"] != LLAMA4_WITHOUT_NORM,
+    }
+
+
+def _gpt2(head: GgufHead, prefix: str) -> dict[str, Any]:
+    sizes = read_numbers(
+        head,
+        prefix,
+        n_embd="embedding_length",
+        n_layer="block_count",
+        n_head="attention.head_count",
+        n_inner="feed_forward_length",
+        n_positions="context_length",
+    )
+    return sizes | {
+        "activation_function": "gelu_new",
+        "layer_norm_epsilon": head.real(prefix + "attention.layer_norm_epsilon"),
+    }
+
+
 _OF_DEEPSEEK = (
     "expert_count",
     "expert_gating_func",
@@ -176,10 +326,25 @@ _OF_DEEPSEEK = (
     "expert_shared_count",
 )
 LIBRARY_FAMILIES = {
+    **HYBRID_FAMILIES,
     "cohere2": Family("Cohere2ForCausalLM", "cohere2", _cohere2, ("logit_scale",)),
     "command-r": Family("CohereForCausalLM", "cohere", _cohere, ("logit_scale",)),
     "deepseek2": Family("DeepseekV2ForCausalLM", "deepseek_v2", _deepseek2, _OF_DEEPSEEK, has_other_values=True),
     "gemma3n": Family("Gemma3nForCausalLM", "gemma3n_text", _gemma3n, ("final_logit_softcapping",)),
+    "ernie4_5": Family("Ernie4_5ForCausalLM", "ernie4_5", _ernie4_5),
+    "ernie4_5-moe": Family(
+        "Ernie4_5_MoeForCausalLM", "ernie4_5_moe", _ernie4_5_moe, ("expert_count", "expert_shared_count")
+    ),
+    "gemma4": Family("Gemma4ForCausalLM", "gemma4_text", _gemma4, ("expert_count", "final_logit_softcapping")),
+    "glm4moe": Family("Glm4MoeForCausalLM", "glm4_moe", _glm4moe, (*_OF_DEEPSEEK, "nextn_predict_layers")),
+    "gpt2": Family("GPT2LMHeadModel", "gpt2", _gpt2),
+    "hunyuan-dense": Family("HunYuanDenseV1ForCausalLM", "hunyuan_v1_dense", _silu),
+    "hunyuan-moe": Family(
+        "HunYuanMoEV1ForCausalLM", "hunyuan_v1_moe", _hunyuan_moe, ("expert_count", "expert_shared_count")
+    ),
+    "llama4": Family("Llama4ForCausalLM", "llama4_text", _llama4, ("expert_count", "expert_gating_func")),
+    "minimax-m2": Family("MiniMaxM2ForCausalLM", "minimax_m2", _minimax_m2, ("expert_count", "expert_gating_func")),
+    "olmoe": Family("OlmoeForCausalLM", "olmoe", _olmoe, ("expert_count",)),
     "glm4": Family("Glm4ForCausalLM", "glm4", _glm4),
     "stablelm": Family("StableLmForCausalLM", "stablelm", _stablelm),
     "starcoder2": Family("Starcoder2ForCausalLM", "starcoder2", _starcoder2),

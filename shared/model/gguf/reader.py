@@ -112,11 +112,14 @@ class GgufHead:
         return self.metadata[key]
 
     def number(self, key: str, default: int | None = None) -> int:
-        """A positive integer, of a list (one for each layer) the one that all have. Raises
-        StartupError."""
+        """A positive integer, of a list (one for each layer) the first. Raises StartupError.
+
+        Zero in a list means that a layer has none. A family whose layers differ reads the list; of
+        another's file, a tensor has another shape than the configuration says, and is refused.
+        """
         value = self.require(key) if default is None else self.metadata.get(key, default)
-        if isinstance(value, list) and len(set(value)) == 1:
-            value = value[0]
+        if isinstance(value, list):
+            value = next((each for each in value if each), None)
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise StartupError(f"{self.path}: {key} is {_short(value)}, not a positive number")
         return value
