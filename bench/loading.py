@@ -13,6 +13,11 @@ parts of what one rank takes. Rank 0 alone has the embedding.
 
     python -m bench.loading [--shape llama-3.2-1b] [--formats none awq gptq] [--folder DIR]
     python -m bench.loading --shape smollm2-135m --ranks 2 --runs 5
+
+With --library, transformers' modules are loaded; with --quantization, layers are quantized as they are read.
+
+    python -m bench.loading --shape llama-3.2-1b --library --formats none awq
+    python -m bench.loading --shape llama-3.2-1b --library --formats none --quantization w4
 """
 
 import argparse
@@ -23,16 +28,21 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import save_file
 
+from services.compute.backends.backend import QUANTIZATIONS
 from services.compute.backends.choose import choose_backend
 from services.compute.backends.host_memory import give_back_free_memory
 from services.compute.models.architectures import read_config
+from services.compute.models.config import Packed
+from services.compute.models.transformers_model import load_transformers_model
 from services.compute.ranks.parallel.share import Portion, Share
+from services.compute.weights.library_modules import load_library_modules
 from services.compute.weights.loader import load_parts
 from services.modeltools.make_model import SHAPES, Shape, config_json, tensor_sizes
 
@@ -135,27 +145,28 @@ def anonymous_bytes(pid: int | str) -> int:
     return next((int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith("RssAnon")), 0)
 
 
-def load(folder: Path, share: Share) -> None:
+def load(folder: Path, share: Share, quantization: str, *, is_library: bool) -> None:
     """The child: loads its part, and prints what it had before, what it has then, and the seconds."""
+    backend = choose_backend(torch.bfloat16, torch.device("cpu"))
     config = read_config(json.loads((folder / "config.json").read_text()))
+    load_modules = partial(load_library_modules, folder, backend, Packed(quantization, 32))
     before, started = anonymous_bytes("self"), time.perf_counter()
-    weights = load_parts(
-        folder,
-        config,
-        choose_backend(torch.bfloat16, torch.device("cpu")),
-        Portion(share, has_embedding=share.rank == 0),
+    # it has to be there when memory is measured
+    kept = (
+        load_transformers_model(folder, backend, 512, load_modules)
+        if is_library
+        else load_parts(
+            folder, config, backend, Portion(share, has_embedding=share.rank == 0), quantization=quantization
+        )
     )
     seconds = time.perf_counter() - started
     give_back_free_memory()
-    print(
-        json.dumps(
-            {"before": before, "after": anonymous_bytes("self"), "seconds": seconds, "layers": len(weights.layers)}
-        )
-    )
+    print(json.dumps({"before": before, "after": anonymous_bytes("self"), "seconds": seconds}))
+    del kept
 
 
-def measure(folder: Path, share: Share) -> tuple[float, int, int]:
-    """Seconds, and bytes kept and at the peak."""
+def measure(folder: Path, share: Share, options: list[str]) -> tuple[float, int, int]:
+    """Seconds, and bytes kept and at the peak. options: of the child's command line."""
     with (folder / "model.safetensors").open("rb") as file:
         while file.read(1 << 24):
             continue
@@ -168,6 +179,7 @@ def measure(folder: Path, share: Share) -> tuple[float, int, int]:
         "--share",
         str(share.rank),
         str(share.size),
+        *options,
     ]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as child:
         peak = 0
@@ -188,12 +200,15 @@ def main() -> None:
     )
     parser.add_argument("--ranks", type=int, default=1, help="how many share the model (tensor parallelism)")
     parser.add_argument("--runs", type=int, default=1, help="loads of each rank, of which the median counts")
+    parser.add_argument("--library", action="store_true", help="load transformers' modules")
+    parser.add_argument("--quantization", choices=QUANTIZATIONS, default="none", help="of the layers that are dense")
     parser.add_argument("--child", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--share", type=int, nargs=2, default=[0, 1], help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.child is not None:
-        load(args.child, Share(*args.share))
+        load(args.child, Share(*args.share), args.quantization, is_library=args.library)
         return
+    options = ["--quantization", args.quantization, *(["--library"] if args.library else [])]
     shares = [Share(), *(Share(rank, args.ranks) for rank in range(args.ranks) if args.ranks > 1)]
     with tempfile.TemporaryDirectory() as temporary:
         print(
@@ -205,7 +220,7 @@ def main() -> None:
             write(folder, SHAPES[args.shape], name)
             size = (folder / "model.safetensors").stat().st_size
             # in turn, so that what else the machine does is shared out
-            runs = [[measure(folder, share) for share in shares] for _ in range(args.runs)]
+            runs = [[measure(folder, share, options) for share in shares] for _ in range(args.runs)]
             found = [tuple(map(statistics.median, zip(*each, strict=True))) for each in zip(*runs, strict=True)]
             for share, (seconds, kept, peak) in zip(shares, found, strict=True):
                 ratios = "".join(

@@ -12,6 +12,12 @@ prefill excluded.
 With --context: decoding of 8 sequences that are so long, with the KV cache in bf16 and in int8 groups, in each mode.
 
     python -m bench.model --context 4000 --modes w8a8
+
+With --library: the milliseconds of CPU that a step of 1 and of 8 sequences takes, natively and on transformers'
+modules, in turns, and how many of the library's the native ones are. One thread, whose own time is counted:
+what else the machine does changes little.
+
+    python -m bench.model --library --shape qwen2.5-0.5b --modes none w4
 """
 
 import argparse
@@ -52,8 +58,23 @@ class Engine:
     weight_bytes: int
     num_sequences: int = 0
 
-    def run(self, batch: int, num_in: int, num_out: int) -> tuple[float, float]:
-        """Returns decode tokens/s (0 if there was no decoding) and prefill tokens/s."""
+    def run_steps(self, batch: int, num_in: int, num_out: int) -> int:
+        """Returns the number of steps."""
+        self.add(batch, num_in, num_out)
+        num_steps = 0
+
+        def decide(step: ScheduledBatch, _: list[Sequence]) -> list[int]:
+            nonlocal num_steps
+            num_steps += 1
+            chosen: list[int] = self.row_search.find_largest(self.runner.forward(step), 1)[1][:, 0].tolist()
+            return chosen
+
+        while run_step(self.scheduler, decide) is not None:
+            pass
+        return num_steps
+
+    def add(self, batch: int, num_in: int, num_out: int) -> None:
+        """Add sequences to the scheduler."""
         for number in range(batch):
             prompt = [(7 * number + 13 * at) % 2000 + 5 for at in range(num_in)]
             self.scheduler.add(
@@ -63,6 +84,10 @@ class Engine:
                 )
             )
         self.num_sequences += batch
+
+    def run(self, batch: int, num_in: int, num_out: int) -> tuple[float, float]:
+        """Returns decode tokens/s (0 if there was no decoding) and prefill tokens/s."""
+        self.add(batch, num_in, num_out)
         tokens, seconds = {"decode": 0, "prefill": 0}, {"decode": 0.0, "prefill": 0.0}
 
         def decide(step: ScheduledBatch, _: list[Sequence]) -> list[int]:
@@ -98,7 +123,8 @@ def load_engine(settings: ComputeSettings, files: ModelFiles, group: Group | Non
     engine = build_engine(settings, files, group)
     scheduler, runner = engine.scheduler, engine.runner
     decoder = runner.model
-    assert isinstance(decoder, Decoder)
+    if not isinstance(decoder, Decoder):
+        return Engine(scheduler, runner, runner.row_search, 0, 0)  # whose floor is not known
     config = decoder.config
     attention = config.hidden_size * config.head_dim * 2 * (config.num_heads + config.num_kv_heads)
     layer = attention + 3 * config.hidden_size * config.intermediate_size
@@ -157,6 +183,25 @@ def long_contexts(model: Path, modes: list[str], context: int, rounds: int) -> N
         )
 
 
+def compare_with_library(model: Path, modes: list[str], rounds: int) -> None:
+    """Prints, for each mode and number of sequences, the medians and their ratio."""
+    torch.set_num_threads(1)
+    for mode in modes:
+        engines = {name: load(model, mode, model_impl=name, num_threads=1) for name in ("native", "transformers")}
+        for streams in (1, 8):
+            found: dict[str, list[float]] = {name: [] for name in engines}
+            for _ in range(rounds):
+                for name, engine in engines.items():
+                    started = time.thread_time()
+                    num_steps = engine.run_steps(streams, 32, 64)
+                    found[name].append(1e3 * (time.thread_time() - started) / num_steps)
+            native, library = (statistics.median(found[name]) for name in engines)
+            print(
+                f"{mode}, {streams}: native {native:.1f} ms, library {library:.1f} ms, {native / library:.2f}",
+                flush=True,
+            )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="Decode and prefill tokens/s of the model alone, and their floor.")
     parser.add_argument("--shape", default="qwen2.5-0.5b", help="of a model that is made (default: %(default)s)")
@@ -164,8 +209,11 @@ def main() -> None:
     parser.add_argument("--modes", nargs="+", choices=QUANTIZATIONS, default=list(QUANTIZATIONS))
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--context", type=int, help="tokens that each of 8 sequences has when it decodes")
+    parser.add_argument("--library", action="store_true", help="compare the native model with transformers' modules")
     args = parser.parse_args()
     with model_folder(args.model, args.shape) as model:
+        if args.library:
+            return compare_with_library(model, args.modes, args.rounds)
         if args.context is not None:
             return long_contexts(model, args.modes, args.context, args.rounds)
         engines = {mode: load(model, mode) for mode in args.modes}

@@ -32,7 +32,7 @@ from services.compute.backends.torch.linear import QuantizedTorchLinear, TorchLi
 from services.compute.backends.torch.reference import gated, quantize_groups, quantize_rows, rms_norm
 from services.compute.models.architectures import read_config
 from services.compute.models.config import Packed
-from services.compute.weights.loader import Loader
+from services.compute.weights.loader import Loader, warn_of_widened
 from shared.model.files import DEMO_MODEL
 from tests.examples import examples
 from tests.kernels.backends import FLOAT32, native_backend
@@ -402,7 +402,7 @@ def test_the_log_says_once_what_was_widened(caplog: pytest.LogCaptureFixture) ->
         loader.linear(prefix + "down.", [prefix + "down_proj."], [(64, 96)], has_bias=True)
         loader.linear(prefix + "output.", [prefix + "o_proj."], [(64, 64)], has_bias=False)
     with caplog.at_level(logging.WARNING, logger="penstock.compute"):
-        loader.report()
+        warn_of_widened(loader.widened, torch.bfloat16)
     expected = {"3 of 4 bits in groups of 16", "3 of 4 bits in groups of 64", "3 of 4 bits in groups of 256"}
     [line] = [record.getMessage() for record in caplog.records]
     assert (

@@ -175,7 +175,8 @@ RAGGED: dict[str, Blueprint] = {
     "phi2": text("phi"),
     "jetmoe": text("jetmoe", without=("num_attention_heads",), kv_channels=16, num_local_experts=4,
         num_key_value_heads=2),
-    "youtu": text("youtu", **MLA),
+    # else the library makes the row of the padding zero, whatever the file has
+    "youtu": text("youtu", **MLA, pad_token_id=None),
     "axk1": text("axk1", **MLA, **DSMOE, n_group=4, topk_group=2),
     "gemma4_vl": seeing("gemma4", text("gemma4_text", **L4, head_dim=16, global_head_dim=32,
         hidden_size_per_layer_input=0, final_logit_softcapping=30.0), {"hidden_size": 32, "intermediate_size": 48,

@@ -11,9 +11,10 @@ import ast
 import inspect
 import re
 import textwrap
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -39,7 +40,7 @@ from services.compute.models.library_errors import first_line
 from services.compute.models.moe import Expert, run_experts
 from services.compute.weights.gguf_source import GgufSource
 from services.compute.weights.library_source import ConvertedSource
-from services.compute.weights.loader import check_quantizable
+from services.compute.weights.loader import check_quantizable, warn_of_widened
 from services.compute.weights.source import EMBEDDING
 from shared.process.errors import StartupError
 
@@ -78,6 +79,8 @@ class KernelLinear(nn.Module):
         product = product if self.rows is None else product[:, self.rows]
         return product.view(*x.shape[:-1], product.shape[-1]).to(x.dtype)
 
+    __call__ = forward  # torch's own, which looks for hooks, takes as long as a small product
+
 
 class KernelHead(nn.Module):
     """The last layer, whose results are float32."""
@@ -86,7 +89,8 @@ class KernelHead(nn.Module):
         super().__init__()
         self.linear = linear
         self.dtype = backend.dtype
-        self.weight = torch.empty(0, dtype=backend.dtype)  # some modules turn the head's input to its dtype
+        # some models ask for its dtype
+        self.register_buffer("weight", torch.empty(0, dtype=backend.dtype), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [..., k]. Returns [..., n] float32."""
@@ -114,6 +118,8 @@ class KernelNorm(nn.Module):
         """x: [..., k]. Returns the same shape."""
         rows = as_rows(x, self.weight.dtype)
         return self.row_math.norm(rows, weight=self.weight, eps=self.variance_epsilon).view(x.shape).to(x.dtype)
+
+    __call__ = forward
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,6 +151,8 @@ class KernelExperts(nn.Module):
         results = run_experts(self.experts, rows, chosen) if self.grouped is None else self.grouped.run(rows, chosen)
         total = self.row_math.add_experts(rows, results, weights.float(), shared=None, has_residual=False)
         return total.view(x.shape).to(x.dtype)
+
+    __call__ = forward
 
 
 class FileEmbedding(nn.Module):
@@ -190,8 +198,10 @@ def load_library_modules(
         check_shapes(outline, source) if isinstance(source, GgufSource) else source.check(outline)
         with parameters_without_memory():
             model = make_modules(location, config, backend.dtype, auto_class)
-        ModuleExchange(source, backend, packing, model).run()
+        exchange = ModuleExchange(source, backend, packing, model)
+        exchange.run()
         source.report()
+        warn_of_widened(exchange.widened, backend.dtype)
     finally:
         source.close()
         give_back_free_memory()
@@ -249,6 +259,7 @@ class ModuleExchange:
     backend: Backend
     packing: Packed
     model: Any  # whose parameters have no memory
+    widened: Counter[str] = field(default_factory=Counter)  # layers, by the form that no kernel reads
 
     def run(self) -> None:
         head, done = self.model.get_output_embeddings(), "-"
@@ -270,7 +281,9 @@ class ModuleExchange:
         self.put(head_name, KernelHead(self.head(head_name, head), self.backend))
         for name, module in list(self.model.named_modules()):
             weight = module._parameters.get("weight")
-            if ROUTER.search(name) and weight is not None and has_same_columns(self.backend):
+            if weight is None or weight.dtype != self.backend.dtype or not has_same_columns(self.backend):
+                continue
+            if ROUTER.search(name):
                 del module.weight
                 module.weight = KernelWeight.of(weight, self.backend)
 
@@ -303,9 +316,10 @@ class ModuleExchange:
         return None
 
     def is_read_elsewhere(self, name: str) -> bool:
-        """Whether the module that has this layer reads its weight itself."""
-        parent, _, last = name.rpartition(".")
-        return f".{last}.weight" in source_of(type(self.model.get_submodule(parent)))  # type: ignore[arg-type]
+        """Whether a module that this layer is a part of reads its weight itself."""
+        *parts, last = name.split(".")
+        kinds: list[Any] = [type(self.model.get_submodule(".".join(parts[:end]))) for end in range(len(parts) + 1)]
+        return any(f".{last}.weight" in source_of(kind) for kind in kinds)
 
     def linear(self, names: list[str], modules: list[Any], quantization: str, activation: str | None = None) -> Linear:
         """A layer of linear modules with the same inputs; activation: of a gated one."""
@@ -322,13 +336,20 @@ class ModuleExchange:
             if module.bias is not None
         ]
         return self.backend.make_linear(
-            concatenate(matrices, self.backend.dtype),
+            self.joined(matrices),
             torch.cat(biases) if biases else None,
             quantization=quantization,
             group=self.packing.group,
             is_gated=activation is not None,
             activation=activation or "silu",
         )
+
+    def joined(self, matrices: list[Matrix]) -> Matrix:
+        """Matrices of a layer as one."""
+        joined = concatenate(matrices, self.backend.dtype)
+        if not self.backend.is_kept(joined):
+            self.widened.update({str(each) for each in matrices if not isinstance(each, Dense)})
+        return joined
 
     def mlp(self, name: str, module: nn.Module) -> Mlp | None:
         """A gated MLP of a form that backends know; None: it is none."""
@@ -364,7 +385,9 @@ class ModuleExchange:
         for number in range(len(module.down_proj)):
             up_layer, down = (
                 self.backend.make_linear(
-                    self.expert(f"{name}.{each}", number, tuple(module.get_parameter(each).shape[1:]), module),
+                    self.joined(
+                        [self.expert(f"{name}.{each}", number, tuple(module.get_parameter(each).shape[1:]), module)]
+                    ),
                     None if bias is None else bias[number].contiguous(),
                     quantization=self.packing.quantization,
                     group=self.packing.group,
@@ -430,7 +453,7 @@ class KernelWeight(Tensor):
             return super().__torch_function__(function, types, args, kwargs or {})  # type: ignore[no-untyped-call]
         if function is nn.functional.linear:
             x = args[0]
-            logits = weight.linear.logits(as_rows(x, torch.bfloat16)).clone()
+            logits = weight.linear.logits(as_rows(x, weight.dtype)).clone()
             product = logits.view(*x.shape[:-1], logits.shape[-1]).to(x.dtype)
             bias = args[2] if len(args) > 2 else (kwargs or {}).get("bias")
             return product if bias is None else product + bias
@@ -445,7 +468,7 @@ def names_of(model: Any) -> dict[nn.Module, str]:
 
 
 @cache
-def source_of(kind: type) -> str:
+def source_of(kind: Any) -> str:
     """The code of a class."""
     return inspect.getsource(kind)
 

@@ -148,7 +148,7 @@ class ConvertedSource:
 
     def _values(self, origin: Origin, stored: str, shape: tuple[int, ...]) -> Tensor:
         """A stored weight in floats, of a parameter of this shape."""
-        layer = self._layer(origin, stored, shape[-1])
+        layer = self._layer(origin, stored, shape[-1]) if shape else None
         if layer is not None and self.stored.format is not None and self.stored.format.holds(layer):
             return self.stored.matrix(layer.name, (layer.n, layer.k)).dequantize(self.stored.dtype)
         tensor = self.stored.tensor(stored)

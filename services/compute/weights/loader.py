@@ -55,6 +55,16 @@ def check_quantizable(source: SafetensorsSource | GgufSource, option: str) -> No
         raise StartupError(f"{option}: {source.folder} {reason}")
 
 
+def warn_of_widened(widened: Counter[str], dtype: torch.dtype) -> None:
+    """Say in the log what the file holds in fewer bits than the memory. widened: layers, by their form."""
+    if widened:
+        layers = "; ".join(f"{count} of {form}" for form, count in widened.items())
+        log.warning(
+            f"layers are widened to {str(dtype).removeprefix('torch.')}: nothing here reads them as the file has them",
+            layers=layers,
+        )
+
+
 def load_weights(
     folder: Path,
     config: ModelConfig,
@@ -130,7 +140,7 @@ def load_parts(
         )
         # the first rank has a part of everything
         source.report(portion.layers if portion.share.rank == 0 else range(0))
-        loader.report()
+        warn_of_widened(loader.widened, backend.dtype)
         return found
     finally:
         source.close()
@@ -199,16 +209,6 @@ class Loader:
     @property
     def share(self) -> Share:
         return self.portion.share
-
-    def report(self) -> None:
-        """Say in the log what the file holds in fewer bits than the memory."""
-        if self.widened:
-            layers = "; ".join(f"{count} of {form}" for form, count in self.widened.items())
-            log.warning(
-                f"layers are widened to {str(self.backend.dtype).removeprefix('torch.')}: nothing here reads them as "
-                "the file has them",
-                layers=layers,
-            )
 
     def layer(self, number: int) -> LayerWeights:
         """A layer of the whole model."""
