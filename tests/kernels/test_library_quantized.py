@@ -16,10 +16,12 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from services.compute.weights.library_modules import KernelExperts, KernelLinear, KernelMlp
 from shared.process.errors import StartupError
+from tests.kernels.families import CONFIGS as FAMILIES
 from tests.kernels.families import Engine, assert_greedy, reference_model
 from tests.kernels.quantized import Writer, awq, compressed, float8, four_bit_floats, gptq, llm_int8, packed, scheme
 from tests.kernels.test_formats import BNB4, BNB8, awq_config, fp8_config, gptq_config
 from tests.kernels.test_models import prompts
+from tests.kernels.test_moe import to_mxfp4
 
 SIZES: dict[str, Any] = {
     "vocab_size": 512,
@@ -171,6 +173,15 @@ def test_the_text_of_a_model_that_sees_as_it_is_published_in_fp8(tmp_path: Path)
     }
     (folder / "config.json").write_text(json.dumps(whole))
     assert_greedy(run(folder), reference, prompts(3, SIZES["vocab_size"]), 12)
+
+
+def test_experts_in_mxfp4(tmp_path: Path) -> None:
+    """gpt-oss, whose experts' matrices the library has turned round."""
+    config = transformers.GptOssConfig(**FAMILIES["gpt-oss"].to_dict() | {"intermediate_size": 96, "dtype": None})
+    model = reference_model("gpt-oss", tmp_path, config=config)
+    to_mxfp4(tmp_path, model)
+    assert_greedy(run(tmp_path), model, prompts(3, SIZES["vocab_size"]), 12)
+    assert_bits_are_the_same(run(tmp_path, dtype=torch.bfloat16))
 
 
 @pytest.mark.parametrize("quantization", ["w8a8", "w4", "nf4"])
