@@ -5,6 +5,7 @@ import json
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import httpx
 import torch
@@ -26,7 +27,12 @@ def serve(name: str, blueprint: Blueprint, folder: Path, redis_binary: Path | No
     write_checkpoint(name, model_class, config, checkpoint)
     reference = model_class.from_pretrained(checkpoint, dtype=torch.float32, attn_implementation="eager").eval()
     expected = [greedy(reference, prompt, NUM_TOKENS) for prompt in PROMPTS[1:]]
-    options = {"dtype": "float32", "max_batched_tokens": 24, "max_model_len": 256, "kv_cache_memory": "24MiB"}
+    options: dict[str, Any] = {
+        "dtype": "float32",
+        "max_batched_tokens": 24,
+        "max_model_len": 256,
+        "kv_cache_memory": "24MiB",
+    }
     with running_redis(folder / "redis", redis_binary) as url:
         deployment = Deployment(url, folder)
         try:
