@@ -22,8 +22,9 @@ DEMO_MODEL = Path(__file__).parents[2] / "services" / "demo" / "model"
 PULLED_MODELS = Path.home() / ".penstock" / "models"  # what `penstock pull` brings, by name
 TOKENIZER_FILES = ["*.json", "*.jinja", "tokenizer.model"]
 WEIGHT_FILES = ["*.safetensors"]
-# in a hub's repository, of the same model, with names of their makers' own
-OTHER_FORMS = ["*/*", "consolidated*.safetensors"]
+# in a hub's repository, of the same model, with names of their makers' own; not the numbered folders in which
+# sentence-transformers keeps what follows the model
+OTHER_FORMS = ["[!0-9]*/*", "consolidated*.safetensors"]
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 # how the architecture of a model with a classification head ends
 CLASSIFIER = "ForSequenceClassification"
@@ -139,6 +140,11 @@ class ModelFiles:
             "pooling_mode_cls_token": "cls",
         }
         return next((pooling for name, pooling in names.items() if described.get(name) is True), "")
+
+    @property
+    def has_images(self) -> bool:
+        """Whether the model was made to see, in a way that is known here or not."""
+        return "vision_config" in (_read_json(self.folder / "config.json") or {})
 
     @property
     def labels(self) -> tuple[str, ...]:

@@ -28,7 +28,7 @@ CASES = [
     ("gemma3", "w8a8", 0),
     ("olmo2", "none", 32),
     ("olmo2", "w4", 0),
-    *((name, "none", 32) for name in ("gemma2", "granite", "phi3-longrope", "smollm3")),
+    *((name, "none", 32) for name in ("gemma2", "granite", "ministral3", "phi3-longrope", "smollm3")),
 ]
 
 

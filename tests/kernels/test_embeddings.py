@@ -2,6 +2,8 @@
 after a preemption, and beside a prefix cache.
 """
 
+import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PretrainedConfig, PreTrainedTokenizerFast
 
 from services.compute.execution.model_runner import ModelRunner
-from services.compute.execution.pooling import NOT_FINITE, pool
+from services.compute.execution.pooling import NOT_FINITE, pool, read_dense_layers
 from services.compute.loop.engine import build_engine
 from services.compute.scheduling.policy import StepPolicy
 from services.compute.scheduling.scheduler import Scheduler
@@ -27,7 +29,7 @@ from shared.model.sampling_params import SamplingParams
 from shared.process.errors import StartupError
 from shared.process.settings import ComputeSettings
 from shared.wire.messages import EmbeddingParams
-from tests.kernels.families import Engine, reference_model
+from tests.kernels.families import SIZES, Engine, reference_model
 from tests.kernels.test_prompt_logprobs import random_prompts
 from tests.kernels.test_transformers_models import ONE_BY_ONE, RAGGED
 
@@ -57,6 +59,18 @@ ENCODERS: dict[str, PretrainedConfig] = {
         cls_token_id=1,
         sep_token_id=2,
     ),
+    "gemma3-bidirectional": transformers.Gemma3TextConfig(
+        **SMALL,
+        num_key_value_heads=2,
+        head_dim=8,
+        max_position_embeddings=48,
+        sliding_window=16,
+        layer_types=["sliding_attention", "full_attention"],
+        use_bidirectional_attention=True,
+        pad_token_id=0,
+        bos_token_id=2,
+        eos_token_id=1,
+    ),  # EmbeddingGemma
 }
 
 
@@ -136,7 +150,9 @@ def encoder(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     """A tiny encoder with random weights, saved with a tokenizer."""
     torch.manual_seed(3)
     config = ENCODERS[request.param]
-    model = transformers.AutoModelForMaskedLM.from_config(config, dtype=torch.float32)
+    masked = transformers.AutoModelForMaskedLM
+    kind = masked if type(config) in masked._model_mapping else transformers.AutoModel
+    model = kind.from_config(config, dtype=torch.float32)
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.2)
     model.save_pretrained(tmp_path)
@@ -194,6 +210,65 @@ def test_encoders_read_in_both_directions_and_alike_in_any_company(encoder: Path
                 embed(engine.scheduler, engine.runner, [prompt], EmbeddingParams(pooling))[0].tobytes()
                 == vector.tobytes()
             )
+
+
+BARE: dict[str, PretrainedConfig] = {
+    "mistral": transformers.MistralConfig(**SIZES, sliding_window=None, head_dim=32),
+    "qwen3": transformers.Qwen3Config(**SIZES, head_dim=32),
+}
+
+
+@pytest.mark.parametrize("name", BARE)
+def test_a_decoder_without_a_head_makes_embeddings_and_no_text(name: str, tmp_path: Path) -> None:
+    torch.manual_seed(4)
+    reference = transformers.AutoModel.from_config(BARE[name], dtype=torch.float32).eval()
+    for parameter in reference.parameters():
+        torch.nn.init.normal_(parameter, std=0.12)
+    reference.save_pretrained(tmp_path)
+    shutil.copy(DEMO_MODEL / "tokenizer.json", tmp_path)
+    engine = build_engine(
+        ComputeSettings(dtype="float32", num_threads=1, max_model_len=256, kv_cache_memory="8MiB"),
+        open_model(str(tmp_path), weights=True),
+    )
+    assert engine.runner.model.implementation == "native" and engine.is_encoder and engine.pooling == "last"
+    prompts = random_prompts()
+    vectors = embed(engine.scheduler, engine.runner, prompts, EmbeddingParams("last"))
+    for prompt, vector in zip(prompts, vectors, strict=True):
+        with torch.inference_mode():
+            states = reference(torch.tensor([prompt])).last_hidden_state[0]
+        np.testing.assert_allclose(vector, pooled(states, "last"), atol=1e-4)
+
+
+def test_dense_layers_follow_the_pooling(tmp_path: Path) -> None:
+    """As sentence-transformers writes them: the vector is normalized and shortened behind them."""
+    modules = [{"path": "", "type": "sentence_transformers.models.Transformer"}]
+    layers = [torch.nn.Linear(4, 8, bias=False), torch.nn.Linear(8, 6)]
+    for number, (layer, name) in enumerate(zip(layers, ("linear.Identity", "activation.Tanh"), strict=True), 2):
+        folder = tmp_path / f"{number}_Dense"
+        folder.mkdir()
+        modules.append({"path": folder.name, "type": "sentence_transformers.models.Dense"})
+        (folder / "config.json").write_text(json.dumps({"activation_function": f"torch.nn.modules.{name}"}))
+        save_file(
+            {f"linear.{each}": tensor for each, tensor in layer.state_dict().items()}, folder / "model.safetensors"
+        )
+    assert read_dense_layers(tmp_path) == ()
+    (tmp_path / "modules.json").write_text(json.dumps(modules))
+    dense = read_dense_layers(tmp_path)
+    states = torch.randn(3, 4)
+    asked = EmbeddingParams("mean", 5)
+    sequence = Sequence(Request(1, "1", SamplingParams(max_tokens=0), embedding=asked), Tokens([7] * 3, 3))
+    batch = ScheduledBatch((BatchRow(1, (7,) * 3, 0, (), pooled=range(3)),), 0)
+    found, failures = pool(states.numpy(), batch, {1: sequence}.__getitem__, dense)
+    with torch.inference_mode():
+        expected = torch.tanh(layers[1](layers[0](states.mean(0))))[:5]
+    assert failures == {}
+    np.testing.assert_allclose(found[1], expected / expected.norm(), atol=1e-6)
+    (tmp_path / "3_Dense" / "config.json").write_text(json.dumps({"activation_function": "torch.nn.ReLU"}))
+    with pytest.raises(StartupError, match="activation_function 'torch.nn.ReLU' is not supported"):
+        read_dense_layers(tmp_path)
+    (tmp_path / "3_Dense" / "config.json").unlink()
+    with pytest.raises(StartupError, match="its Dense layers can't be read"):
+        read_dense_layers(tmp_path)
 
 
 @given(

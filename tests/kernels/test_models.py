@@ -289,7 +289,7 @@ def test_what_cannot_be_loaded_is_named(tmp_path: Path) -> None:
     with pytest.raises(StartupError, match="hidden_act 'relu2' is not supported; these are: silu"):
         read_config(config | {"hidden_act": "relu2"})
     gemma = CONFIGS["gemma3"].to_dict() | {"architectures": ["Gemma3ForCausalLM"]}
-    with pytest.raises(StartupError, match="use_bidirectional_attention is not supported"):
+    with pytest.raises(StartupError, match="its attention is not causal"):
         read_config(gemma | {"use_bidirectional_attention": True})
     with pytest.raises(StartupError, match="layers of the type chunked_attention are not supported"):
         read_config(gemma | {"layer_types": ["chunked_attention"] * 3})

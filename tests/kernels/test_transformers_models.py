@@ -276,6 +276,24 @@ def test_the_text_of_a_model_that_sees_runs_by_the_class_of_the_text(tmp_path: P
         TransformersModel(whole, FLOAT32, is_ragged=True)
 
 
+def test_a_model_that_sees_whose_text_has_no_class_reads_text(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    rope = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5, "mrope_section": [1, 1, 2]}
+    vision = {"depth": 1, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2, "out_hidden_size": 64}
+    config = transformers.Glm4vConfig(
+        text_config={**SIZES, "model_type": "glm4v_text", "rope_parameters": rope}, vision_config=vision
+    )
+    whole = transformers.Glm4vForConditionalGeneration(config)
+    for parameter in whole.parameters():
+        torch.nn.init.normal_(parameter, std=0.12)
+    whole.save_pretrained(tmp_path)
+    assert_greedy(run_on_library(tmp_path), whole.float().eval(), prompts(3, SIZES["vocab_size"]), NUM_TOKENS)
+    shutil.copy(DEMO_MODEL / "tokenizer.json", tmp_path)
+    options: dict[str, Any] = {"dtype": "float32", "num_threads": 1, "max_model_len": 64, "kv_cache_memory": "8MiB"}
+    with caplog.at_level(logging.WARNING):
+        engine = build_engine(ComputeSettings(**options), open_model(str(tmp_path), weights=True))
+    assert engine.images is None and "the model reads text only: how it sees is not known here" in caplog.text
+
+
 def test_what_a_row_of_several_sequences_would_make_wrong_is_found(tmp_path: Path) -> None:
     """Each found by what a layer computes, not by its class."""
     register()

@@ -96,6 +96,9 @@ NATIVE: dict[str, Blueprint] = {
         "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": [56, 56], "patch_size": [14, 14]}),
     "smolvlm": seeing("smolvlm", text("llama"), SIG),
     "ministral": text("ministral", head_dim=32, sliding_window=24),
+    "ministral3": text("ministral3", head_dim=32, rope_parameters=MINISTRAL3_ROPE),
+    "ministral3_vl": seeing("mistral3", text("ministral3", head_dim=32, rope_parameters=MINISTRAL3_ROPE),
+        PIX | {"model_type": "pixtral"}),
     "gemma2": text("gemma2", head_dim=16, sliding_window=24, attn_logit_softcapping=5.0, query_pre_attn_scalar=16),
 }
 RAGGED: dict[str, Blueprint] = {
@@ -107,9 +110,6 @@ RAGGED: dict[str, Blueprint] = {
         num_experts=8, top_k_experts=2, moe_intermediate_size=32, rope_parameters=GEMMA4_ROPES),
     "gemma4_unified12b": text("gemma4_unified_text", head_dim=16, attention_k_eq_v=True, **L4,
         final_logit_softcapping=30.0),
-    "ministral3": text("ministral3", head_dim=32, rope_parameters=MINISTRAL3_ROPE),
-    "ministral3_vl": seeing("mistral3", text("ministral3", head_dim=32, rope_parameters=MINISTRAL3_ROPE),
-        PIX | {"model_type": "pixtral"}),
     "phi4_mm": text("phi4_multimodal", vision_config={"hidden_size": 32, "intermediate_size": 48,
         "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 56, "crop_size": 56, "patch_size": 14},
         audio_config={"hidden_size": 32, "intermediate_size": 48, "num_blocks": 1, "num_attention_heads": 2,
@@ -200,6 +200,24 @@ RAGGED: dict[str, Blueprint] = {
     "aya_vision": seeing("aya_vision", text("cohere2", **L4, head_dim=16, logit_scale=1.0),
         SIG | {"model_type": "siglip_vision_model"}),
     "stablelm": text("stablelm"),
+    # called with text alone, whose part has no class of its own
+    "glm4v": seeing("glm4v", text("glm4v_text", rope_parameters=HALF_ROPE | {"mrope_section": [1, 1, 2]}), GVIS),
+    "glm46v": seeing("glm46v", text("glm4v_text", rope_parameters=HALF_ROPE | {"mrope_section": [1, 1, 2]}), GVIS),
+    "muse_glimmer30b": seeing("muse_glimmer", text("muse_glimmer_text", head_dim=16, sliding_window=24),
+        SIG | {"layer_types": ["window_attention", "full_attention"]}),
+    "mistral_small4_vl": seeing("mistral3", text("mistral4", **MLA, **DSMOE, n_group=1, topk_group=1),
+        PIX | {"model_type": "pixtral"}),
+    "glm_ocr": seeing("glm_ocr", text("glm_ocr_text", head_dim=16,
+        rope_parameters=HALF_ROPE | {"mrope_section": [1, 1, 2]}), GVIS),
+    "paddleocr_vl": seeing("paddleocr_vl", text("paddleocr_vl_text", num_hidden_layers=2, head_dim=16,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}), SIG),
+    "step3p7": seeing("step3p7", text("step3p5", num_hidden_layers=4, head_dim=16, moe_intermediate_size=32,
+        n_routed_experts=8, num_local_experts=8, num_experts_per_tok=2, share_expert_dim=32, sliding_window=24),
+        {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 56,
+        "patch_size": 14}),
+    "minimax_m3_vl": seeing("minimax_m3_vl", text("minimax_m3_vl_text", head_dim=32, rotary_dim=16, num_local_experts=8,
+        num_experts_per_tok=2, dense_intermediate_size=112, shared_intermediate_size=32, index_n_heads=2,
+        index_head_dim=16, index_block_size=8, index_topk_blocks=2), SIG),
 }
 ONE_BY_ONE: dict[str, Blueprint] = {
     "gemma4_e2b": text("gemma4_text", num_hidden_layers=6, head_dim=16, global_head_dim=32,
@@ -276,14 +294,6 @@ REFUSED: dict[str, dict[str, Blueprint]] = {
         "hy_v4": text("hy_v4", **MLA, **DSMOE, **INDEX, head_dim=24),
         "recurrent_gemma": Blueprint("recurrent_gemma", {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 112,
             "num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 16, "lru_width": 64, "attention_window_size": 24}),  # noqa: E501
-    },
-    "is not a language model that transformers knows": {
-        "glm4v": seeing("glm4v", text("glm4v_text", rope_parameters=HALF_ROPE | {"mrope_section": [1, 1, 2]}), GVIS),
-        "glm46v": seeing("glm46v", text("glm4v_text", rope_parameters=HALF_ROPE | {"mrope_section": [1, 1, 2]}), GVIS),
-        "muse_glimmer30b": seeing("muse_glimmer", text("muse_glimmer_text", head_dim=16, sliding_window=24),
-            SIG | {"layer_types": ["window_attention", "full_attention"]}),
-        "mistral_small4_vl": seeing("mistral3", text("mistral4", **MLA, **DSMOE, n_group=1, topk_group=1),
-            PIX | {"model_type": "pixtral"}),
     },
     "it needs more than a cache of keys and values": {
         "minimax_m1": text("minimax", head_dim=16, num_local_experts=4, block_size=32, layer_types=["linear_attention",

@@ -244,6 +244,8 @@ def test_a_model_in_parts_is_listed_by_what_they_hold(models: Path, tmp_path: Pa
 
 def test_of_a_checkpoint_only_its_own_form_is_fetched() -> None:
     own = [
+        "1_Pooling/config.json",
+        "2_Dense/model.safetensors",
         "config.json",
         "model-00001-of-00002.safetensors",
         "model-00002-of-00002.safetensors",

@@ -24,6 +24,7 @@ from services.compute.cache.kv_cache import (
 )
 from services.compute.cache.kv_tier import KVTier
 from services.compute.execution.model_runner import PROMPT_ROWS, Model, ModelRunner
+from services.compute.execution.pooling import DenseLayer, read_dense_layers
 from services.compute.images.encoding import ImageEncoding
 from services.compute.images.tower import VisionTower, load_tower
 from services.compute.loop.warm_up import check_numbers, first_kernels, record_steps, warm_up
@@ -85,6 +86,7 @@ class Engine:
     load_vocabulary: Callable[[], Vocabulary]  # for grammars, when the first comes
     max_model_len: int  # the longest sequence that fits, prompt and output
     pooling: Literal["mean", "last", "cls"]  # of embeddings whose request names none
+    dense_layers: tuple[DenseLayer, ...]  # behind the pooling
     fingerprint: str  # of this replica
     is_encoder: bool  # it makes embeddings, and no tokens
     no_segments: str  # why it takes no prompts of segments; empty: it does
@@ -358,8 +360,9 @@ def load_engine(settings: ComputeSettings, files: ModelFiles, group: Group | Non
         load_vocabulary=partial(load_vocabulary, files.folder, model.config.vocab_size, files.eos_token_ids),
         max_model_len=size.max_model_len,
         pooling=files.pooling or ("mean" if is_encoder else "last"),
+        dense_layers=read_dense_layers(files.folder),
         fingerprint=identity.name,
-        is_encoder=is_encoder,
+        is_encoder=is_encoder or (isinstance(model, Decoder) and model.config.is_bare),
         no_segments=refuse_segments(model, settings.block_size),
         speculators=speculators,
         proposers=(*head_proposers, *chains),
@@ -404,6 +407,8 @@ def load_images(
 ) -> ImageEncoding | None:
     """The part of the model that sees. Raises StartupError."""
     if files.vision is None or files.vision_folder is None:
+        if files.has_images:
+            log.warning("the model reads text only: how it sees is not known here", model=files.name)
         return None
     if not isinstance(model, Decoder) and (
         not model.splits_prompts or files.vision.num_whole or isinstance(files.vision, Dynamic)

@@ -74,6 +74,7 @@ class ComputeService:
         self.scheduler = engine.scheduler
         self.tier = engine.tier
         self.images = engine.images
+        self.dense_layers = engine.dense_layers
         self.executor: Executor = engine.runner
         self.active: dict[int, ActiveRequest] = {}  # by handle: the requests that this replica answers for
         self.exchange = Exchange(
@@ -92,7 +93,7 @@ class ComputeService:
         self.base_policy = StepPolicy(
             num_stages=engine.num_stages,
             drafting=self.speculation.drafting(settings.num_speculative_tokens, engine.max_sampled),
-            splits_prompts=not engine.is_encoder,
+            splits_prompts=engine.runner.model.splits_prompts,
             awaits_restoring=self.tier is not None,
         )
         self.admitter = Admitter(
@@ -311,7 +312,7 @@ class ComputeService:
     def embed(self, batch: ScheduledBatch, hidden: Any, get: Callable[[int], Sequence]) -> dict[int, RequestError]:
         """End the requests whose embeddings are complete now. Returns the errors of those that failed, by
         handle."""
-        embeddings, failures = pool(self.executor.pooled_states(batch, hidden).numpy(), batch, get)
+        embeddings, failures = pool(self.executor.pooled_states(batch, hidden).numpy(), batch, get, self.dense_layers)
         ended = [(self.active[handle], vector) for handle, vector in embeddings.items() if handle in self.active]
         if ended:
             self.exchange.end_embedded(ended)

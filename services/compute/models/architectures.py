@@ -6,11 +6,11 @@ from dataclasses import replace
 from typing import Any
 
 from services.compute.backends.torch.reference import SWIGLU_ALPHA, SWIGLU_LIMIT
-from services.compute.models.config import PACKED_METHOD, ModelConfig, Packed
+from services.compute.models.config import PACKED_METHOD, ModelConfig, Packed, QueryTemperature
 from services.compute.models.library_errors import first_line
 from services.compute.models.moe import MoeConfig
 from services.compute.models.rope import no_rope, read_rope
-from services.compute.models.sizes import check_sizes
+from services.compute.models.sizes import LARGEST, check_size, check_sizes
 from shared.process.errors import StartupError
 
 # what a config.json leaves out has the default of the model's class in transformers, where that is
@@ -30,6 +30,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "GptOssForCausalLM": _EPS
     | {"head_dim": 64, "sliding_window": 128, "rope_theta": 150_000.0, "attention_bias": True},
     "InternLM3ForCausalLM": _EPS | _HEADS,
+    "Ministral3ForCausalLM": _EPS | _HEADS,
     "MinistralForCausalLM": _WINDOW,
     "MistralForCausalLM": _WINDOW,
     "MixtralForCausalLM": _EPS | {"rope_theta": 1_000_000.0},
@@ -65,11 +66,13 @@ Config = dict[str, Any]  # a parsed config.json
 
 
 def architecture_of(config: Config) -> str:
-    """The first that config.json names; `none` if it names none. Raises StartupError."""
+    """The first that config.json names, with the head that a bare decoder lacks (MistralModel, Qwen3Model); `none`
+    if it names none. Raises StartupError."""
     names = config.get("architectures") or ["none"]
     if not isinstance(names, list) or not isinstance(names[0], str):
         raise StartupError("config.json: architectures is not a list of names")
-    return names[0]
+    whole = names[0].removesuffix("Model") + "ForCausalLM"
+    return whole if names[0].endswith("Model") and whole in ARCHITECTURES else names[0]
 
 
 def read_config(config: Config, max_model_len: int | None = None) -> ModelConfig:
@@ -89,8 +92,8 @@ def read_config(config: Config, max_model_len: int | None = None) -> ModelConfig
     if not isinstance(quantized, dict):
         raise StartupError("config.json: quantization_config is not an object")
     is_packed = quantized.get("quant_method") == PACKED_METHOD
-    if config.get("use_bidirectional_attention"):
-        raise StartupError("use_bidirectional_attention is not supported: this model embeds text, it does not generate")
+    if config.get("use_bidirectional_attention") or config.get("is_causal") is False:
+        raise StartupError("its attention is not causal: this model embeds text, it does not generate")
     try:
         check_sizes(config)
         read = reader(config, max_model_len or config["max_position_embeddings"])
@@ -122,7 +125,14 @@ def read_config(config: Config, max_model_len: int | None = None) -> ModelConfig
             f"config.json: num_attention_heads {read.num_heads} is not a multiple of num_key_value_heads "
             f"{read.num_kv_heads}"
         )
-    return replace(read, packed=packed, quantization_config=None if is_packed else quantized or None)
+    is_bare = architecture not in config["architectures"]
+    return replace(
+        read,
+        packed=packed,
+        quantization_config=None if is_packed else quantized or None,
+        is_bare=is_bare,
+        is_tied=read.is_tied or is_bare,
+    )
 
 
 def _packed(quantized: Config) -> Packed:
@@ -185,6 +195,16 @@ def _ministral(config: Config, max_model_len: int) -> ModelConfig:
     """Mistral, some of whose layers see all."""
     read = _llama(config, max_model_len)
     return replace(read, sliding_windows=_windows(config, config.get("layer_types") or [SLIDING] * read.num_layers))
+
+
+def _ministral3(config: Config, max_model_len: int) -> ModelConfig:
+    """Mistral with a temperature of queries beyond its original length."""
+    read, rope = _mistral(config, max_model_len), config["rope_parameters"]
+    weight, length = rope.get("llama_4_scaling_beta") or 0.0, rope["original_max_position_embeddings"]
+    check_size("original_max_position_embeddings", length, LARGEST["max_position_embeddings"])
+    return replace(
+        read, temperature=QueryTemperature(float(weight), length) if weight and max_model_len > length else None
+    )
 
 
 def _qwen2(config: Config, max_model_len: int) -> ModelConfig:
@@ -447,6 +467,7 @@ def _windows(config: Config, kinds: list[str]) -> tuple[int | None, ...]:
 
 TEXTS: dict[str, Callable[[Config, int], ModelConfig]] = {
     "llama": _llama,
+    "ministral3": _ministral3,
     "mistral": _mistral,
     "qwen2": _qwen2,
     "qwen3": _qwen3,
@@ -466,6 +487,7 @@ ARCHITECTURES: dict[str, Callable[[Config, int], ModelConfig]] = {
     "LlamaForCausalLM": _llama,
     "LlavaForConditionalGeneration": _llava,
     "LlavaNextForConditionalGeneration": _llava,
+    "Ministral3ForCausalLM": _ministral3,
     "MinistralForCausalLM": _ministral,
     "Mistral3ForConditionalGeneration": _llava,
     "MistralForCausalLM": _mistral,

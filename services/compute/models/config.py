@@ -33,6 +33,14 @@ class Packed:
 
 
 @dataclass(frozen=True, slots=True)
+class QueryTemperature:
+    """Queries grow with their positions: by 1 + weight * log(1 + floor(position / length)) (Llama 4, Ministral 3)."""
+
+    weight: float
+    length: int
+
+
+@dataclass(frozen=True, slots=True)
 class ModelConfig:
     """A decoder of attention and a gated MLP, layer on layer. What has a default here is Llama's
     way; other families set it."""
@@ -64,8 +72,10 @@ class ModelConfig:
     residual_multiplier: float = 1.0  # of what attention and MLP add to the residual
     logits_multiplier: float = 1.0
     has_sinks: bool = False  # a score of each head in each softmax, without a value
+    temperature: QueryTemperature | None = None  # None: of all sequences that are taken it is 1
     attention_cap: float = 0.0  # scores become cap * tanh(score / cap); 0: no cap
     logits_cap: float = 0.0
+    is_bare: bool = False  # the checkpoint has no head: it makes embeddings, and no text
     moe: MoeConfig | None = None
     packed: Packed | None = None
     quantization_config: dict[str, Any] | None = None  # config.json's, of a format of weights/formats/

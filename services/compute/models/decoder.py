@@ -167,16 +167,26 @@ class Decoder:
         """Write the step's K and V. plan: of this batch; kv_layers: KVCache.layers. Returns what
         the last layer makes of each token, [T, hidden]: `logits` of it is the head's. All that
         differs from step to step is read from the backend's buffers."""
-        x = self.run_layers(self.first_states(batch), plan, kv_layers)
+        x = self.run_layers(self.first_states(batch), plan, kv_layers, self.temperatures(batch))
         if self.stage is None:
             return x
         return self.stage.pass_on(
             x, batch.logit_rows, None if self.taps is None else self.taps.take(len(x)), self.tapped_layers
         )
 
-    def run_layers(self, x: Tensor, plan: Any, kv_layers: Sequence[Tensor]) -> Tensor:
-        """All layers that are here. x: [T, hidden], as it enters the first."""
-        if self.stack is not None:
+    def temperatures(self, batch: ForwardBatch) -> Tensor | None:
+        """The factor of each token's queries, [T, 1] float32; None: all are 1."""
+        temperature = self.config.temperature
+        if temperature is None or max(batch.context_lens) <= temperature.length:
+            return None
+        steps = (batch.positions[:, None] // temperature.length).float()
+        return 1.0 + temperature.weight * torch.log1p(steps)
+
+    def run_layers(
+        self, x: Tensor, plan: Any, kv_layers: Sequence[Tensor], temperatures: Tensor | None = None
+    ) -> Tensor:
+        """All layers that are here. x: [T, hidden], as it enters the first; temperatures: of the queries."""
+        if self.stack is not None and temperatures is None:
             return self.stack(x, kv_layers, plan, self.taps)
         if isinstance(self.shards, Receiver):
             self.shards.begin()
@@ -185,7 +195,7 @@ class Decoder:
                 self.shards.await_layer(number)
             if self.taps is not None:
                 self.taps.keep(number, x)
-            x = self.run_layer(number, layer, x, kv, plan)
+            x = self.run_layer(number, layer, x, kv, plan, temperatures)
         if self.taps is not None:
             self.taps.keep(self.config.num_layers, x)
         return x
@@ -224,8 +234,11 @@ class Decoder:
         self._fill_rotary_tables(ropes, batch.positions)
         return plan
 
-    def run_layer(self, number: int, layer: LayerWeights, x: Tensor, kv: Tensor, plan: Any) -> Tensor:
-        """Run one layer of a step. x: [T, hidden]; kv: the layer's cache. Returns [T, hidden]."""
+    def run_layer(
+        self, number: int, layer: LayerWeights, x: Tensor, kv: Tensor, plan: Any, temperatures: Tensor | None = None
+    ) -> Tensor:
+        """Run one layer of a step. x: [T, hidden]; kv: the layer's cache; temperatures: [T, 1] float32. Returns
+        [T, hidden]."""
         eps, norms, window, rope = (
             self.config.rms_norm_eps,
             layer.norms,
@@ -235,6 +248,8 @@ class Decoder:
         h = x[:, :0]
         if layer.qkv is not ELSEWHERE:
             qkv = layer.qkv(x, norm=norms.before_attention, eps=eps)
+            if temperatures is not None:  # as good before the rotation as behind it
+                qkv[:, : self.config.num_heads * self.config.head_dim] *= temperatures
             h = self.attention(
                 qkv, kv, plan, window=window, norms=(norms.q, norms.k), eps=eps, rope=rope, sinks=layer.sinks
             )

@@ -85,7 +85,7 @@ class EncoderModel:
 
 def is_encoder(config: dict[str, Any], folder: Path) -> bool:
     """Whether config.json is of a model that reads in both directions: its architecture fills in
-    masked words, or is the bare model below such a one."""
+    masked words, or is the bare model below such a one; or it says so (EmbeddingGemma)."""
     names = config.get("architectures") or []
     if any(
         part in str(name) for name in names for part in ("CausalLM", "LMHead", "ConditionalGeneration")
@@ -95,7 +95,8 @@ def is_encoder(config: dict[str, Any], folder: Path) -> bool:
         found = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
     except Exception:  # any error that config.json leads to: the model's loader reports it
         return False
-    return type(found) in AutoModelForMaskedLM._model_mapping and not found.is_encoder_decoder
+    is_bidirectional = getattr(found, "use_bidirectional_attention", None) in (True, "all")
+    return (is_bidirectional or type(found) in AutoModelForMaskedLM._model_mapping) and not found.is_encoder_decoder
 
 
 class ClassifierModel(EncoderModel):

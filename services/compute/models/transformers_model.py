@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.utils import logging
 
 from services.compute.backends.backend import Backend, Workspace
@@ -45,10 +45,11 @@ from shared.process.host_memory import is_out_of_memory
 
 # their frequencies follow the longest sequence of a step
 LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
-# of transformers' config, and of patterns of the checkpoint's names: an AutoModelForCausalLM
-LoadModules = Callable[[Any, dict[str, str] | None], Any]
+# of transformers' config, of patterns of the checkpoint's names, and of the class that makes it: a model
+LoadModules = Callable[[Any, dict[str, str] | None, Any], Any]
 # names of a text's part in the checkpoint of a model that sees: those of the text alone
 TEXT_NAMES = {r"^language_model\.lm_head\.": "lm_head.", r"^(model\.)?(language|text)_model\.(model\.)?": "model."}
+WHOLE = ("minimax_m3_vl",)  # see whose own classes alone know the published names of experts
 ONE, OTHER = 5, 6  # token ids of a probe, which no tokenizer uses for padding, whose embedding may be zero
 KEPT_ELSEWHERE = "its layers keep keys and values elsewhere"
 ROUNDING = 1e-3  # of the largest number: more than the order of a sum changes, less than a token or a position does
@@ -240,7 +241,7 @@ def load_transformers_model(
     config, model_class = read_library_config(folder)
     check_rope(config, max_model_len)
     is_part = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("model_type") != config.model_type
-    model = load(config, TEXT_NAMES if is_part else None)
+    model = load(config, TEXT_NAMES if is_part else None, auto_class(config))
     reason = ""
     for attention in (ATTENTION, "eager"):
         try:
@@ -252,7 +253,7 @@ def load_transformers_model(
 
 
 def read_library_config(folder: Path) -> tuple[Any, Any]:
-    """The library's config, and the class of the model: of its text's part, if it sees. Raises
+    """The library's config, and the class of the model: of its text's part, if it sees and that has one. Raises
     StartupError for what is no language model of the library's own."""
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
@@ -264,16 +265,24 @@ def read_library_config(folder: Path) -> tuple[Any, Any]:
         raise StartupError(f"{folder}: transformers can't read config.json: {first_line(error)}") from None
     if config.is_encoder_decoder:
         raise StartupError(f"{config.model_type} is an encoder-decoder; only decoders can be served")
-    if type(config.get_text_config()) in AutoModelForCausalLM._model_mapping and config.get_text_config() is not config:
+    text = config.get_text_config()
+    if text is not config and type(text) in AutoModelForCausalLM._model_mapping and config.model_type not in WHOLE:
         tied = json.loads((folder / "config.json").read_text(encoding="utf-8")).get(
             "tie_word_embeddings"
         )  # of a model that sees
-        config = config.get_text_config()
-        config.tie_word_embeddings = getattr(config, "tie_word_embeddings", False) if tied is None else tied
-    if type(config) not in AutoModelForCausalLM._model_mapping:
+        text.tie_word_embeddings = getattr(text, "tie_word_embeddings", False) if tied is None else tied
+        config = text
+    found = auto_class(config)._model_mapping.get(type(config), None)
+    if found is None:
         raise StartupError(f"{config.model_type} is not a language model that transformers knows")
-    found = AutoModelForCausalLM._model_mapping[type(config)]
     return config, found[0] if isinstance(found, tuple) else found
+
+
+def auto_class(config: Any) -> Any:
+    """The library's class that makes the model: of text, or, called with text alone, of one that sees whose text has
+    no class of its own."""
+    is_text = type(config) in AutoModelForCausalLM._model_mapping and config.model_type not in WHOLE
+    return AutoModelForCausalLM if is_text else AutoModelForImageTextToText
 
 
 def check_rope(config: Any, max_model_len: int | None) -> None:
@@ -352,16 +361,16 @@ def probe_alone(model: Any, parameters: Collection[str]) -> Probed:
         run_at(0, before, states)
         logits = run_at(len(before), tokens, states.copy())
         run((OTHER, ONE), PassingCache(states=SequenceStates()))
-        if not is_near(logits, run_at(len(before), tokens, states.copy()), model.dtype):
+        again = run_at(len(before), tokens, states.copy())
+        if not is_near(logits, again, model.dtype):
             raise Unsupported(OTHER_STATE)
-        # the same sums in the same order: equal bits mean that the state was not read
-        is_continued.append(
-            not any(
-                torch.equal(logits, run_at(len(before), tokens, states.copy(without=kind)))
-                for kind in KINDS
-                if states.tensors(kind)
-            )
-        )
+        # the same sums in the same order: what differs no more than two equal runs has not read the state
+        changed = [
+            (logits - run_at(len(before), tokens, states.copy(without=kind))).abs().max()
+            for kind in KINDS
+            if states.tensors(kind)
+        ]
+        is_continued.append(all(change > (logits - again).abs().max() for change in changed))
     if not is_continued[0]:
         raise Unsupported("it forgets its states from one token to the next")
     return Probed(cache.shapes, logits.shape[-1], cache.states.num_bytes, is_continued[1])
