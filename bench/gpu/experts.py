@@ -7,6 +7,7 @@ import torch
 from bench.gpu.check import Check, name_of, randn
 from bench.gpu.kernels import make_matrix, moved
 from bench.gpu.speed import KernelTime, median_us, random_linear
+from services.compute.backends.backend import RouterConfig
 from services.compute.backends.cuda.backend import CudaBackend
 from services.compute.models.moe import Expert, run_experts
 
@@ -31,7 +32,7 @@ def check_experts(backend: CudaBackend, form: str, num_rows: int, num_experts: i
         randn(num_rows, num_experts, seed=99).to(device),
     )
     logits[:, 0] += 4.0
-    chosen, _ = backend.row_math.choose_experts(logits, 3, has_normalized_weights=True)
+    chosen, _ = backend.row_math.choose_experts(logits, RouterConfig(3, has_normalized_weights=True))
     is_chosen = torch.equal(chosen.cpu(), logits.cpu().sort(dim=-1, descending=True, stable=True).indices[:, :3])
     expected, pairs, half = (
         run_experts(experts, x, chosen),
@@ -74,7 +75,7 @@ def measure_experts(backend: CudaBackend, mode: str, rows: list[int]) -> Iterato
     for count in rows:
         x = torch.randn(count, HIDDEN, device=backend.device).to(backend.dtype)
         chosen, _ = backend.row_math.choose_experts(
-            torch.randn(count, EXPERTS, device=backend.device), ACTIVE, has_normalized_weights=True
+            torch.randn(count, EXPERTS, device=backend.device), RouterConfig(ACTIVE, has_normalized_weights=True)
         )
         moved_bytes = len(set(chosen.flatten().tolist())) * bytes_each + (1 + ACTIVE) * x.nbytes
         operations = 2.0 * count * ACTIVE * 3 * HIDDEN * INTER

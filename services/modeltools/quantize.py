@@ -22,7 +22,15 @@ from services.compute.backends.torch.backend import TorchBackend
 from services.compute.models.architectures import read_config
 from services.compute.models.config import PACKED_METHOD, ModelConfig, Packed
 from services.compute.models.decoder import Decoder, ModelWeights
-from services.compute.weights.loader import Loader, check_quantizable, load_weights, norm_names, open_source
+from services.compute.models.moe import MoeMlp
+from services.compute.weights.loader import (
+    CORRECTIONS,
+    Loader,
+    check_quantizable,
+    load_weights,
+    norm_names,
+    open_source,
+)
 from services.compute.weights.source import EMBEDDING
 from services.modeltools.calibration.calibrate import calibrate
 from services.modeltools.calibration.perplexity import perplexity
@@ -130,6 +138,8 @@ def packed_tensors(config: ModelConfig, weights: ModelWeights) -> dict[str, torc
         tensors |= {prefix + name: getattr(layer.norms, field) for field, name in norm_names(config).items()}
         if layer.sinks is not None:
             tensors[prefix + "self_attn.sinks"] = layer.sinks
+        if isinstance(layer.mlp, MoeMlp) and layer.mlp.router.correction is not None:
+            tensors[prefix + "mlp." + CORRECTIONS[0]] = layer.mlp.router.correction
         packed |= {prefix + "qkv.": layer.qkv, prefix + "output.": layer.output}
         packed |= {prefix + name: linear for name, linear in layer.mlp.linears.items()}
     for prefix, linear in packed.items():

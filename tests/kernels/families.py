@@ -14,6 +14,7 @@ from transformers import (
     Gemma2Config,
     Gemma3TextConfig,
     GemmaConfig,
+    Glm4MoeConfig,
     GptOssConfig,
     GraniteConfig,
     InternLM3Config,
@@ -124,6 +125,18 @@ CONFIGS: dict[str, PretrainedConfig] = {
     "qwen3-moe": Qwen3MoeConfig(
         **SIZES, head_dim=32, num_experts=8, num_experts_per_tok=3, moe_intermediate_size=40, norm_topk_prob=True
     ),
+    "glm4-moe": Glm4MoeConfig(
+        **SIZES,
+        head_dim=32,
+        use_qk_norm=True,
+        n_routed_experts=8,
+        num_experts_per_tok=3,
+        moe_intermediate_size=40,
+        n_shared_experts=2,
+        routed_scaling_factor=2.5,
+        n_group=4,
+        topk_group=2,
+    ),
     "gpt-oss": GptOssConfig(
         **SIZES | {"num_attention_heads": 2, "num_key_value_heads": 1},
         head_dim=32,
@@ -186,6 +199,9 @@ def reference_model(
             torch.nn.init.normal_(parameter, mean=0.0 if name.startswith("gemma") else 1.0, std=0.1)
         else:
             torch.nn.init.normal_(parameter, std=0.12)
+    for buffer_name, buffer in model.named_buffers():
+        if buffer_name.endswith("e_score_correction_bias"):
+            torch.nn.init.normal_(buffer, std=0.2)
     model.save_pretrained(folder, max_shard_size=shard)
     return model.eval()
 

@@ -19,6 +19,7 @@ ALONE = (2, 4, 8, 10)  # of the prompts: a whole block, a part of one, one beyon
 CASES = [
     *(("mistral-window", quantization, group) for quantization in ("none", "w8a8", "w4", "nf4") for group in (0, 32)),
     *(("qwen2-moe", quantization, 0) for quantization in ("none", "w8a8", "w4", "nf4")),
+    *(("glm4-moe", quantization, 0) for quantization in ("none", "w8a8")),
     ("qwen3", "none", 32),
     ("qwen3", "w8a8", 0),
     ("demo", "none", 0),

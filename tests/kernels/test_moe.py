@@ -3,6 +3,7 @@ in which checkpoints hold experts.
 """
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,12 +11,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import GptOssConfig, PreTrainedModel
 
-from services.compute.backends.backend import Backend
+from services.compute.backends.backend import Backend, RouterConfig
 from services.compute.backends.matrix import Dense, Grouped
 from services.compute.backends.torch.reference import rms_norm
 from services.compute.backends.torch.row_math import sigmoid
 from services.compute.models.architectures import read_config
-from services.compute.models.moe import Expert, MoeMlp, SharedExpert
+from services.compute.models.moe import Expert, MoeMlp, Router, SharedExpert
 from services.compute.weights.loader import load_weights
 from services.compute.weights.mxfp4 import read_expert, to_matrix
 from services.compute.weights.safetensors_source import SafetensorsSource
@@ -29,6 +30,9 @@ from tests.kernels.test_models import prompts
 EPS = 1e-6
 EXPERTS, ACTIVE, HIDDEN, INTER = 10, 3, 96, 64
 Weights = dict[str, torch.Tensor]
+SOFTMAX = RouterConfig(4, has_normalized_weights=True)
+SIGMOID = replace(SOFTMAX, has_sigmoid_scores=True, scaling=2.5)
+GROUPED = replace(SIGMOID, has_correction=True, num_groups=2, num_active_groups=2)
 
 
 def make_weights(dtype: torch.dtype) -> Weights:
@@ -56,7 +60,8 @@ def make_layer(weights: Weights, backend: Backend, quantization: str = "none") -
     shared = SharedExpert(
         make_expert(weights["shared_gate_up"], weights["shared_down"]), make(Dense(weights["shared_gate"]))
     )
-    return MoeMlp(backend.row_math, make(Dense(weights["router"])), experts, ACTIVE, True, shared)
+    router = Router(make(Dense(weights["router"])), RouterConfig(ACTIVE, has_normalized_weights=True))
+    return MoeMlp(backend.row_math, router, experts, shared)
 
 
 def define(weights: Weights, x: torch.Tensor, norm: torch.Tensor) -> torch.Tensor:
@@ -114,17 +119,19 @@ def test_a_row_has_the_same_bits_in_any_company(quantization: str) -> None:
     )  # of int8 and four bits, some tokens get another expert
 
 
+@pytest.mark.parametrize("router", [SOFTMAX, SIGMOID, GROUPED])
 @pytest.mark.parametrize("num_experts", [4, 60, 128])
-def test_routing_and_gates_are_each_rows_own(num_experts: int) -> None:
+def test_routing_and_gates_are_each_rows_own(num_experts: int, router: RouterConfig) -> None:
     logits = torch.randn(200, num_experts, generator=torch.Generator().manual_seed(2)) * 4
-    chosen, weights = FLOAT32.row_math.choose_experts(logits, 4, has_normalized_weights=True)
-    scores = sigmoid(logits[:, :1])
-    torch.testing.assert_close(scores, torch.sigmoid(logits[:, :1]))
-    torch.testing.assert_close(weights.sum(-1), torch.ones(200))
+    correction = torch.linspace(-0.3, 0.3, num_experts) if router.has_correction else None
+    chosen, weights = FLOAT32.row_math.choose_experts(logits, router, correction)
+    scores = sigmoid(logits)
+    torch.testing.assert_close(scores, torch.sigmoid(logits))
+    torch.testing.assert_close(weights.sum(-1), torch.full((200,), router.scaling))
     for first, last in [(0, 1), (17, 18), (50, 57), (199, 200), (3, 100)]:
-        alone = FLOAT32.row_math.choose_experts(logits[first:last], 4, has_normalized_weights=True)
+        alone = FLOAT32.row_math.choose_experts(logits[first:last], router, correction)
         assert torch.equal(alone[0], chosen[first:last]) and torch.equal(alone[1], weights[first:last])
-        assert torch.equal(sigmoid(logits[first:last, :1]), scores[first:last])
+        assert torch.equal(sigmoid(logits[first:last]), scores[first:last])
 
 
 def fuse(folder: Path) -> None:
@@ -164,7 +171,9 @@ def test_experts_in_one_tensor_and_one_by_one_are_the_same(name: str, tmp_path: 
 
 @pytest.mark.usefixtures("instruction_set")
 @pytest.mark.pairwise("name")
-@pytest.mark.parametrize(("name", "quantization"), [("qwen2-moe", "w8a8"), ("qwen2-moe", "w4"), ("gpt-oss", "w8a8")])
+@pytest.mark.parametrize(
+    ("name", "quantization"), [("qwen2-moe", "w8a8"), ("qwen2-moe", "w4"), ("glm4-moe", "w4"), ("gpt-oss", "w8a8")]
+)
 def test_a_packed_mixture_is_the_same_model(
     name: str, quantization: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -274,14 +283,18 @@ def test_configurations() -> None:
         return read_config(CONFIGS[name].to_dict() | {"architectures": [architecture]} | changes).moe
 
     moe = read("qwen2-moe", "Qwen2MoeForCausalLM")
-    assert moe.sparse_layers == {0, 2} and moe.shared_intermediate_size == 72 and not moe.has_normalized_weights
+    assert moe.sparse_layers == {0, 2} and moe.shared_intermediate_size == 72 and not moe.router.has_normalized_weights
     assert read("qwen3-moe", "Qwen3MoeForCausalLM", decoder_sparse_step=2).sparse_layers == {1}
     assert (
-        read("qwen3-moe", "Qwen3MoeForCausalLM").has_normalized_weights
+        read("qwen3-moe", "Qwen3MoeForCausalLM").router.has_normalized_weights
         and read("qwen3-moe", "Qwen3MoeForCausalLM").num_experts == 8
     )
     mixtral = read("mixtral", "MixtralForCausalLM")
-    assert mixtral.sparse_layers == {0, 1, 2} and mixtral.has_normalized_weights and mixtral.intermediate_size == 112
+    assert (
+        mixtral.sparse_layers == {0, 1, 2}
+        and mixtral.router.has_normalized_weights
+        and mixtral.intermediate_size == 112
+    )
     gpt_oss = read_config(CONFIGS["gpt-oss"].to_dict() | {"architectures": ["GptOssForCausalLM"]})
     assert (
         gpt_oss.moe is not None

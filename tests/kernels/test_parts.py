@@ -287,7 +287,9 @@ def check_layer(config: ModelConfig, whole: LayerParts, parts: list[LayerParts])
         and [number for each in mixtures for number in each.numbers] == [*range(config.moe.num_experts)]
     )
     for each in mixtures:
-        check_columns(whole.mlp.router, [(each.router, [range(config.moe.num_experts)])], hidden, is_logits=True)
+        columns = [(each.router.linear, [range(config.moe.num_experts)])]
+        check_columns(whole.mlp.router.linear, columns, hidden, is_logits=True)
+        assert each.router.config == whole.mlp.router.config
     for expert, found in zip(whole.mlp.experts, (expert for each in mixtures for expert in each.experts), strict=True):
         check_columns(expert.gate_up, [(found.gate_up, [range(config.moe.intermediate_size)])], hidden)
         check_columns(expert.down, [(found.down, [range(hidden)])], config.moe.intermediate_size)
@@ -298,7 +300,7 @@ def check_layer(config: ModelConfig, whole: LayerParts, parts: list[LayerParts])
             hidden,
             config.moe.shared_intermediate_size,
         )
-        for each in mixtures:
+        for each in mixtures if config.moe.has_shared_gate else []:
             check_columns(whole.mlp.shared_gate, [(each.shared_gate, [range(1)])], hidden, is_logits=True)
 
 
@@ -333,7 +335,19 @@ def check_model(location: Path, *, quantization: str = "none") -> None:
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "name",
-    ["qwen2", "llama-linear", "phi3", "gpt-oss", "qwen2-moe", "mixtral", "olmo2", "granite", "gemma3", "internlm3"],
+    [
+        "qwen2",
+        "llama-linear",
+        "phi3",
+        "gpt-oss",
+        "qwen2-moe",
+        "glm4-moe",
+        "mixtral",
+        "olmo2",
+        "granite",
+        "gemma3",
+        "internlm3",
+    ],
 )
 def test_ranks_have_all_of_a_model_between_them(name: str, tmp_path: Path) -> None:
     reference_model(name, tmp_path)

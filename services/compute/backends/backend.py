@@ -159,6 +159,21 @@ class Stack(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class RouterConfig:
+    """How the experts of a mixture are chosen by a row's logits, and weighted."""
+
+    num_active: int  # experts of a row
+    has_normalized_weights: bool  # the weights of a row's experts are made to sum to 1
+    has_sigmoid_scores: bool = False  # of each logit; else the softmax over all
+    has_correction: bool = False  # a number for each expert, added to its score for the choice only
+    # DeepSeek-AI, "DeepSeek-V3 Technical Report" (2024), section 2.1.2: neighbours are a group, and the
+    # groups with the highest sums of their two best scores are those that a row chooses from
+    num_groups: int = 1
+    num_active_groups: int = 1
+    scaling: float = 1.0  # multiplies the weights
+
+
 class RowMath(Protocol):
     """The work on rows between layers that a layer can't do itself."""
 
@@ -170,9 +185,12 @@ class RowMath(Protocol):
         """x + multiplier * norm(h), x and h [T, hidden]. Returns [T, hidden]."""
         ...
 
-    def choose_experts(self, logits: Tensor, num_active: int, *, has_normalized_weights: bool) -> tuple[Tensor, Tensor]:
+    def choose_experts(
+        self, logits: Tensor, router: RouterConfig, correction: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         """The experts of each row, the highest first, and their weights. logits: [T, experts] float32, of
-        a `Linear.logits`. Returns [T, num_active] int64 and float32.
+        a `Linear.logits`; correction: [experts] float32, the router's. Returns [T, num_active] int64
+        and float32.
 
         The softmax is over all experts, before the choice (Jiang et al., "Mixtral of Experts", 2024,
         section 2.1, chooses first: after normalization that is the same). The sum has a fixed order.
@@ -180,12 +198,18 @@ class RowMath(Protocol):
         ...
 
     def add_experts(
-        self, x: Tensor, results: Tensor, weights: Tensor, *, shared: tuple[Tensor, Tensor] | None, has_residual: bool
+        self,
+        x: Tensor,
+        results: Tensor,
+        weights: Tensor,
+        *,
+        shared: tuple[Tensor, Tensor | None] | None,
+        has_residual: bool,
     ) -> Tensor:
         """The weighted sum of experts' results, in float32, a row's first expert's first; with
         has_residual, x is added. results: [T, num_active, hidden]; weights: [T, num_active] float32;
         shared: the results of the expert that all rows have, [T, hidden], and the scores whose sigmoid
-        they are weighted by, [T, 1] float32. Returns [T, hidden]."""
+        they are weighted by, [T, 1] float32, if they are. Returns [T, hidden]."""
         ...
 
     def finish_logits(self, logits: Tensor, *, multiplier: float, cap: float) -> Tensor:

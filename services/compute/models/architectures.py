@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+from services.compute.backends.backend import RouterConfig
 from services.compute.backends.torch.reference import SWIGLU_ALPHA, SWIGLU_LIMIT
 from services.compute.models.config import PACKED_METHOD, ModelConfig, Packed, QueryTemperature
 from services.compute.models.library_errors import first_line
@@ -27,6 +28,9 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "Gemma3ForCausalLM": _GEMMA3,
     "Gemma3ForConditionalGeneration": _GEMMA3,
     "GemmaForCausalLM": _GEMMA,
+    "Glm4MoeForCausalLM": _EPS
+    | {"partial_rotary_factor": 0.5, "attention_out_bias": False, "norm_topk_prob": True}
+    | {"first_k_dense_replace": 1, "n_shared_experts": 1},
     "GptOssForCausalLM": _EPS
     | {"head_dim": 64, "sliding_window": 128, "rope_theta": 150_000.0, "attention_bias": True},
     "InternLM3ForCausalLM": _EPS | _HEADS,
@@ -97,7 +101,7 @@ def read_config(config: Config, max_model_len: int | None = None) -> ModelConfig
     try:
         check_sizes(config)
         read = reader(config, max_model_len or config["max_position_embeddings"])
-        packed = _packed(quantized) if is_packed else None
+        packed, share = _packed(quantized) if is_packed else None, _rotary_share(config)
     except KeyError as error:
         raise StartupError(f"config.json has no {error.args[0]}") from None
     except (
@@ -108,10 +112,7 @@ def read_config(config: Config, max_model_len: int | None = None) -> ModelConfig
         RuntimeError,
     ) as error:  # torch raises the last for a list of other things than numbers
         raise StartupError(f"config.json has a value of the wrong type or out of range: {first_line(error)}") from None
-    share = (
-        (config.get("rope_parameters") or {}).get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0
-    )
-    if share != 1.0 and architecture != "Phi3ForCausalLM":
+    if 2 * len(read.ropes[0].inv_freq) != int(read.head_dim * share):
         raise StartupError(f"partial_rotary_factor {share} is not supported for {architecture}")
     if quantized.get("quant_method") == "mxfp4" and architecture != "GptOssForCausalLM":
         raise StartupError(f"quantization_config: mxfp4 is supported for gpt-oss only, this is {architecture}")
@@ -144,6 +145,16 @@ def _packed(quantized: Config) -> Packed:
         quantized.get("attention_output", False),
         quantized.get("lm_head", True),
     )
+
+
+def _rotary_share(config: Config) -> float:
+    """How much of a head's dimensions rotates."""
+    share: float = (
+        (config.get("rope_parameters") or {}).get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0
+    )
+    if not 0 < share <= 1:
+        raise ValueError(f"partial_rotary_factor is {share}, not a share")
+    return share
 
 
 def _llama(config: Config, max_model_len: int, *, rotary_share: float = 1.0) -> ModelConfig:
@@ -229,10 +240,8 @@ def _mixtral(config: Config, max_model_len: int) -> ModelConfig:
         read,
         moe=MoeConfig(
             num_experts=config["num_local_experts"],
-            num_active=config["num_experts_per_tok"],
+            router=RouterConfig(config["num_experts_per_tok"], has_normalized_weights=True),
             intermediate_size=read.intermediate_size,
-            has_normalized_weights=True,
-            shared_intermediate_size=0,
             sparse_layers=frozenset(range(read.num_layers)),
         ),
     )
@@ -245,7 +254,8 @@ def _qwen2_moe(config: Config, max_model_len: int) -> ModelConfig:
     kinds = config.get("layer_types") or [
         SLIDING if layer < first and layer % 2 == 0 else FULL for layer in range(num_layers)
     ]
-    moe = replace(_qwen_moe(config), shared_intermediate_size=config["shared_expert_intermediate_size"])
+    shared_size = config["shared_expert_intermediate_size"]
+    moe = replace(_qwen_moe(config), shared_intermediate_size=shared_size, has_shared_gate=shared_size != 0)
     return replace(
         _qwen2(config | {"layer_types": kinds}, max_model_len), has_qkv_bias=config.get("qkv_bias", True), moe=moe
     )
@@ -262,7 +272,7 @@ def _qwen3_vl_moe(config: Config, max_model_len: int) -> ModelConfig:
     """The text part of Qwen 3 VL's mixtures."""
     read = _qwen3_moe(config, max_model_len)
     assert read.moe is not None
-    return replace(read, moe=replace(read.moe, has_normalized_weights=True))
+    return replace(read, moe=replace(read.moe, router=replace(read.moe.router, has_normalized_weights=True)))
 
 
 def _qwen_moe(config: Config) -> MoeConfig:
@@ -271,13 +281,42 @@ def _qwen_moe(config: Config) -> MoeConfig:
     plain, step = config.get("mlp_only_layers") or [], config.get("decoder_sparse_step", 1)
     return MoeConfig(
         num_experts=config["num_experts"] if "num_experts" in config else config["num_local_experts"],
-        num_active=config["num_experts_per_tok"],
+        router=RouterConfig(
+            config["num_experts_per_tok"], has_normalized_weights=bool(config.get("norm_topk_prob", False))
+        ),
         intermediate_size=config["moe_intermediate_size"],
-        has_normalized_weights=bool(config.get("norm_topk_prob", False)),
-        shared_intermediate_size=0,
         sparse_layers=frozenset(
             layer for layer in range(config["num_hidden_layers"]) if layer not in plain and (layer + 1) % step == 0
         ),
+    )
+
+
+def _glm4_moe(config: Config, max_model_len: int) -> ModelConfig:
+    """GLM 4.5 to 4.7: a part of a head rotates."""
+    read = _llama(config, max_model_len, rotary_share=_rotary_share(config))
+    return replace(read, has_qk_norm=bool(config.get("use_qk_norm", False)), moe=_sigmoid_moe(config))
+
+
+def _sigmoid_moe(config: Config) -> MoeConfig:
+    """DeepSeek V3's router, in the layers after the first; and experts that all tokens have, which
+    together are one larger."""
+    for name in ("moe_intermediate_size", "n_shared_experts"):
+        check_size(name, config[name], LARGEST["intermediate_size"])
+    inter, num_layers = config["moe_intermediate_size"], config["num_hidden_layers"]
+    return MoeConfig(
+        num_experts=config["n_routed_experts"],
+        router=RouterConfig(
+            config["num_experts_per_tok"],
+            has_normalized_weights=bool(config["norm_topk_prob"]),
+            has_sigmoid_scores=True,
+            has_correction=True,
+            num_groups=config.get("n_group") or 1,
+            num_active_groups=config.get("topk_group") or 1,
+            scaling=config.get("routed_scaling_factor", 1.0),
+        ),
+        intermediate_size=inter,
+        sparse_layers=frozenset(range(config["first_k_dense_replace"], num_layers)),
+        shared_intermediate_size=inter * config["n_shared_experts"],
     )
 
 
@@ -299,10 +338,8 @@ def _gpt_oss(config: Config, max_model_len: int) -> ModelConfig:
         sliding_windows=_windows(config, _layer_types(config, pattern=2)),
         moe=MoeConfig(
             num_experts=config["num_local_experts"] if "num_local_experts" in config else config["num_experts"],
-            num_active=config["num_experts_per_tok"],
+            router=RouterConfig(config["num_experts_per_tok"], has_normalized_weights=True),
             intermediate_size=read.intermediate_size,
-            has_normalized_weights=True,
-            shared_intermediate_size=0,
             sparse_layers=frozenset(range(read.num_layers)),
             has_bias=True,
         ),
@@ -314,12 +351,7 @@ def _phi3(config: Config, max_model_len: int) -> ModelConfig:
     config = config | {
         name: _as_longrope(config[name]) for name in ("rope_scaling", "rope_parameters") if config.get(name)
     }
-    share = (
-        (config.get("rope_parameters") or {}).get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0
-    )
-    if not 0 < share <= 1:
-        raise ValueError(f"partial_rotary_factor is {share}, not a share")
-    read = _llama(config, max_model_len, rotary_share=share)
+    read = _llama(config, max_model_len, rotary_share=_rotary_share(config))
     return replace(read, has_fused_projections=True, sliding_windows=(config.get("sliding_window"),) * read.num_layers)
 
 
@@ -479,6 +511,7 @@ ARCHITECTURES: dict[str, Callable[[Config, int], ModelConfig]] = {
     "Gemma3ForCausalLM": _gemma3,
     "Gemma3ForConditionalGeneration": _gemma3,
     "GemmaForCausalLM": _gemma,
+    "Glm4MoeForCausalLM": _glm4_moe,
     "GptOssForCausalLM": _gpt_oss,
     "GraniteForCausalLM": _granite,
     "Idefics3ForConditionalGeneration": _llava,

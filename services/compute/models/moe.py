@@ -7,13 +7,14 @@ rows do not depend on each other, and a token's results are added in the order i
 ranks its own experts: what a token gets does not depend on whose expert else it is.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from services.compute.backends.backend import GroupedExperts, Linear, RowMath
+from services.compute.backends.backend import GroupedExperts, Linear, RouterConfig, RowMath
 from services.compute.models.sizes import LARGEST, LARGEST_MIXTURE, check_size
 
 
@@ -22,17 +23,29 @@ class MoeConfig:
     """The configuration of a decoder whose MLPs are mixtures."""
 
     num_experts: int
-    num_active: int  # experts of a token
+    router: RouterConfig
     intermediate_size: int  # of an expert
-    has_normalized_weights: bool  # the weights of a token's experts are made to sum to 1
-    shared_intermediate_size: int  # of the expert that all tokens have; 0: there is none
     sparse_layers: frozenset[int]  # the other layers have a plain MLP
+    shared_intermediate_size: int = 0  # of the expert that all tokens have; 0: there is none
+    has_shared_gate: bool = False
     has_bias: bool = False  # of the router and of the experts
 
     def __post_init__(self) -> None:
         """Raises ValueError for what no mixture can be."""
         check_size("the number of experts", self.num_experts, LARGEST_MIXTURE)
-        check_size("num_experts_per_tok", self.num_active, self.num_experts)
+        router = self.router
+        check_size("num_experts_per_tok", router.num_active, self.num_experts)
+        check_size("n_group", router.num_groups, self.num_experts)
+        check_size("topk_group", router.num_active_groups, router.num_groups)
+        in_group, rest = divmod(self.num_experts, router.num_groups)
+        if router.num_groups > 1 and (rest or in_group < 2 or router.num_active > in_group * router.num_active_groups):
+            raise ValueError(
+                f"{self.num_experts} experts in {router.num_groups} groups (n_group), {router.num_active} chosen from "
+                f"{router.num_active_groups} of these (topk_group): groups must be equal, have two experts at least, "
+                "and hold as many as are chosen"
+            )
+        if type(router.scaling) not in (int, float) or not math.isfinite(router.scaling):
+            raise ValueError(f"routed_scaling_factor is {router.scaling!r}, not a number")
         check_size("the experts' intermediate size", self.intermediate_size, LARGEST["intermediate_size"])
         if self.shared_intermediate_size != 0:
             check_size("shared_expert_intermediate_size", self.shared_intermediate_size, LARGEST["intermediate_size"])
@@ -46,10 +59,21 @@ class Expert:
 
 @dataclass(frozen=True, slots=True)
 class SharedExpert:
-    """Weighted by the sigmoid of a score of its own (Qwen 2)."""
+    """Added as it is, or weighted by the sigmoid of a score of its own (Qwen 2)."""
 
     expert: Expert
-    gate: Linear  # hidden to 1
+    gate: Linear | None  # hidden to 1
+
+
+@dataclass(frozen=True, slots=True)
+class Router:
+    linear: Linear  # hidden to num_experts
+    config: RouterConfig
+    correction: Tensor | None = None  # [num_experts] float32
+
+    def choose(self, x: Tensor, row_math: RowMath) -> tuple[Tensor, Tensor]:
+        """The experts of each row of x, [T, hidden], and their weights: [T, num_active] int64 and float32."""
+        return row_math.choose_experts(self.linear.logits(x), self.config, self.correction)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,10 +82,8 @@ class MoeMlp:
     float32."""
 
     row_math: RowMath
-    router: Linear  # hidden to num_experts
+    router: Router
     experts: tuple[Expert, ...]
-    num_active: int
-    has_normalized_weights: bool
     shared: SharedExpert | None = None
     grouped: GroupedExperts | None = None  # the same experts as one, where the backend can
 
@@ -71,11 +93,12 @@ class MoeMlp:
 
     @property
     def linears(self) -> dict[str, Linear]:
-        linears = {"router.": self.router}
+        linears = {"router.": self.router.linear}
         experts = {f"experts.{number}.": expert for number, expert in enumerate(self.experts)}
         if self.shared is not None:
-            linears["shared.gate."] = self.shared.gate
             experts["shared."] = self.shared.expert
+            if self.shared.gate is not None:
+                linears["shared.gate."] = self.shared.gate
         for name, expert in experts.items():
             linears |= {name + "gate_up.": expert.gate_up, name + "down.": expert.down}
         return linears
@@ -85,15 +108,14 @@ class MoeMlp:
         has_residual, x is added. Returns [T, hidden]."""
         # once, for all that read it
         normed = x if norm is None else self.row_math.norm(x, weight=norm, eps=eps)
-        chosen, weights = self.row_math.choose_experts(
-            self.router.logits(normed), self.num_active, has_normalized_weights=self.has_normalized_weights
-        )
+        chosen, weights = self.router.choose(normed, self.row_math)
         results = (
             run_experts(self.experts, normed, chosen) if self.grouped is None else self.grouped.run(normed, chosen)
         )
         shared = None
         if self.shared is not None:
-            shared = self.shared.expert.down(self.shared.expert.gate_up(normed)), self.shared.gate.logits(normed)
+            score = None if self.shared.gate is None else self.shared.gate.logits(normed)
+            shared = self.shared.expert.down(self.shared.expert.gate_up(normed)), score
         return self.row_math.add_experts(x, results, weights, shared=shared, has_residual=has_residual)
 
 

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from services.compute.backends.backend import Linear, Norms
 from services.compute.models.decoder import EmbeddingRows
-from services.compute.models.moe import Expert
+from services.compute.models.moe import Expert, Router
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,11 +21,11 @@ class MlpParts:
 class MixtureParts:
     """Some of a mixture's experts, each whole, and columns of the expert that all tokens have."""
 
-    router: Linear  # whole
+    router: Router  # whole
     numbers: range  # of the experts that are here
     experts: tuple[Expert, ...]
     shared: MlpParts | None  # None: the model has none
-    shared_gate: Linear | None  # whole
+    shared_gate: Linear | None  # whole; None: it is added as it is
 
 
 @dataclass(frozen=True, slots=True)

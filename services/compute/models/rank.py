@@ -11,7 +11,7 @@ from services.compute.backends.backend import Backend, GroupedExperts, LayerWeig
 from services.compute.backends.gathered import ELSEWHERE, GatheredHead, GatheredLinear, GatheredMlp, ShardedLinear
 from services.compute.models.config import ModelConfig
 from services.compute.models.decoder import ModelWeights
-from services.compute.models.moe import Expert
+from services.compute.models.moe import Expert, Router
 from services.compute.models.parts import LayerParts, MixtureParts, MlpParts, ModelParts
 from services.compute.ranks.parallel.heads import heads_of
 from services.compute.ranks.parallel.ranks import Cut, Ranks
@@ -89,12 +89,10 @@ class GatheredMixture:
 
     ranks: Ranks
     row_math: RowMath
-    router: Linear  # whole
+    router: Router  # whole
     experts: tuple[Expert, ...]  # this rank's
     grouped: GroupedExperts | None  # the same as one, where the backend can
     numbers: tuple[range, ...]  # of each rank's experts
-    num_active: int
-    has_normalized_weights: bool
     shared: GatheredMlp | None
     shared_gate: Linear | None  # whole
 
@@ -104,7 +102,9 @@ class GatheredMixture:
 
     @property
     def linears(self) -> dict[str, Linear]:
-        linears = {"router.": self.router} | ({} if self.shared_gate is None else {"shared.gate.": self.shared_gate})
+        linears = {"router.": self.router.linear} | (
+            {} if self.shared_gate is None else {"shared.gate.": self.shared_gate}
+        )
         for number, expert in zip(self.numbers[self.ranks.share.rank], self.experts, strict=True):
             linears |= {f"experts.{number}.gate_up.": expert.gate_up, f"experts.{number}.down.": expert.down}
         return linears | (
@@ -113,13 +113,11 @@ class GatheredMixture:
 
     def __call__(self, x: Tensor, *, norm: Tensor | None, eps: float, has_residual: bool = True) -> Tensor:
         normed = x if norm is None else self.row_math.norm(x, weight=norm, eps=eps)
-        chosen, weights = self.row_math.choose_experts(
-            self.router.logits(normed), self.num_active, has_normalized_weights=self.has_normalized_weights
-        )
+        chosen, weights = self.router.choose(normed, self.row_math)
         results, shared = self.run_experts(normed, chosen), None
         if self.shared is not None:
-            assert self.shared_gate is not None
-            shared = self.shared(normed, norm=None, eps=eps, has_residual=False), self.shared_gate.logits(normed)
+            score = None if self.shared_gate is None else self.shared_gate.logits(normed)
+            shared = self.shared(normed, norm=None, eps=eps, has_residual=False), score
         return self.row_math.add_experts(x, results, weights, shared=shared, has_residual=has_residual)
 
     def run_experts(self, x: Tensor, chosen: Tensor) -> Tensor:
@@ -132,7 +130,7 @@ class GatheredMixture:
         if self.grouped is not None:
             part = self.grouped.run(x, chosen).flatten(0, 1)[order[starts[own.start] : starts[own.stop]]]
         else:
-            rows = x[order[starts[own.start] : starts[own.stop]] // self.num_active]
+            rows = x[order[starts[own.start] : starts[own.stop]] // chosen.shape[1]]
             cuts = [count - starts[own.start] for count in starts[own.start : own.stop + 1]]
             outputs = [
                 each.down(each.gate_up(rows[first:last]))
@@ -161,8 +159,6 @@ def mixture_of_rank(parts: MixtureParts, config: ModelConfig, backend: Backend, 
         parts.experts,
         grouped,
         share.parts(moe.num_experts, unit=1),
-        moe.num_active,
-        moe.has_normalized_weights,
         shared,
         parts.shared_gate,
     )

@@ -90,7 +90,9 @@ class Placement:
         check_stages(count, config.num_layers)
         attention = (2 * config.num_heads + 2 * config.num_kv_heads) * config.head_dim
         mlp = 3 * (
-            config.intermediate_size if config.moe is None else config.moe.intermediate_size * config.moe.num_active
+            config.intermediate_size
+            if config.moe is None
+            else config.moe.intermediate_size * config.moe.router.num_active
         )
         head = config.vocab_size / (attention + mlp)
         return replace(

@@ -20,7 +20,7 @@ from services.compute.backends.host_memory import give_back_free_memory
 from services.compute.backends.matrix import Dense, concatenate
 from services.compute.models.config import IN_EIGHT_BITS, ModelConfig, Packed
 from services.compute.models.decoder import EmbeddingRows, ModelWeights
-from services.compute.models.moe import Expert, MoeConfig, MoeMlp, SharedExpert
+from services.compute.models.moe import Expert, MoeConfig, MoeMlp, Router, SharedExpert
 from services.compute.models.parts import LayerParts, MixtureParts, MlpParts, ModelParts
 from services.compute.ranks.parallel.heads import heads_of
 from services.compute.ranks.parallel.share import EVERYTHING, Portion, Share
@@ -31,6 +31,9 @@ from shared.process.errors import StartupError
 from shared.process.telemetry import get_logger
 
 log = get_logger("penstock.compute")
+
+# of a router, by its name in a mixture: most families', and MiniMax M2's
+CORRECTIONS = ("gate.e_score_correction_bias", "e_score_correction_bias")
 
 
 def open_source(location: Path, config: ModelConfig, backend: Backend) -> SafetensorsSource | GgufSource:
@@ -155,18 +158,9 @@ def whole_layer(parts: LayerParts, config: ModelConfig, backend: Backend) -> Lay
     shared, moe = None, config.moe
     assert moe is not None
     if parts.mlp.shared is not None:
-        assert parts.mlp.shared_gate is not None
         shared = SharedExpert(Expert(*_both(parts.mlp.shared)), parts.mlp.shared_gate)
     grouped = backend.group_experts([(each.gate_up, each.down) for each in parts.mlp.experts], moe.num_experts)
-    mixture = MoeMlp(
-        backend.row_math,
-        parts.mlp.router,
-        parts.mlp.experts,
-        moe.num_active,
-        moe.has_normalized_weights,
-        shared,
-        grouped,
-    )
+    mixture = MoeMlp(backend.row_math, parts.mlp.router, parts.mlp.experts, shared, grouped)
     return LayerWeights(parts.norms, parts.qkv, parts.output, mixture, parts.sinks)
 
 
@@ -277,16 +271,22 @@ class Loader:
         its own, or all in one, as transformers 5 has them in memory."""
         hidden = self.config.hidden_size
         block = prefix + ("block_sparse_moe." if self.source.has(prefix + "block_sparse_moe.gate.weight") else "mlp.")
-        router = self.whole(
-            prefix + "router.",
-            block + ("router." if moe.has_bias else "gate."),
-            (moe.num_experts, hidden),
-            moe.has_bias,
+        router = Router(
+            self.whole(
+                prefix + "router.",
+                block + ("router." if moe.has_bias else "gate."),
+                (moe.num_experts, hidden),
+                moe.has_bias,
+            ),
+            moe.router,
+            self.correction(block, moe) if moe.router.has_correction else None,
         )
         shared = shared_gate = None
         if moe.shared_intermediate_size:
-            names = [block + f"shared_expert.{which}_proj." for which in ("gate", "up", "down")]
+            shared_block = block + ("shared_expert." if moe.has_shared_gate else "shared_experts.")
+            names = [shared_block + f"{which}_proj." for which in ("gate", "up", "down")]
             shared = self.gated(prefix + "shared.", names, moe.shared_intermediate_size, has_bias=False)
+        if moe.has_shared_gate:
             shared_gate = self.whole(
                 prefix + "shared.gate.", block + "shared_expert_gate.", (1, hidden), has_bias=False
             )
@@ -298,6 +298,11 @@ class Loader:
         else:
             experts = [self.one_expert(prefix, block, number, moe) for number in numbers]
         return MixtureParts(router, numbers, tuple(experts), shared, shared_gate)
+
+    def correction(self, block: str, moe: MoeConfig) -> Tensor:
+        """A router's, [experts] float32."""
+        name = next((name for name in CORRECTIONS if self.source.has(block + name)), CORRECTIONS[0])
+        return self.source.dense(block + name, (moe.num_experts,), dtype=torch.float32)
 
     def one_expert(self, prefix: str, block: str, number: int, moe: MoeConfig) -> Expert:
         which = ("w1", "w3", "w2") if block.endswith("block_sparse_moe.") else ("gate_proj", "up_proj", "down_proj")

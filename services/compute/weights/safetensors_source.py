@@ -162,7 +162,9 @@ class SafetensorsSource:
         except (SafetensorError, OSError) as error:
             raise StartupError(f"{self.file_by_name[name]}: {error}") from None
 
-    def dense(self, name: str, shape: tuple[int, ...], rows: Sequence[range] | None = None) -> Tensor:
+    def dense(
+        self, name: str, shape: tuple[int, ...], rows: Sequence[range] | None = None, dtype: torch.dtype | None = None
+    ) -> Tensor:
         tensor = self.tensor(name)
         if tuple(tensor.shape) != shape:
             raise StartupError(
@@ -174,7 +176,7 @@ class SafetensorsSource:
                 f"{self.file_by_name[name]}: {name} is {kind}, and config.json has no quantization_config that says "
                 "how to read it"
             )
-        return take_rows(tensor, rows).to(device=self.device, dtype=self.dtype, copy=True)
+        return take_rows(tensor, rows).to(device=self.device, dtype=dtype or self.dtype, copy=True)
 
     def has(self, name: str) -> bool:
         return name in self.file_by_name

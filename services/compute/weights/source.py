@@ -35,9 +35,11 @@ class WeightSource(Protocol):
         tensors should have been read, in part at least; None: of all."""
         ...
 
-    def dense(self, name: str, shape: tuple[int, ...], rows: Sequence[range] | None = None) -> Tensor:
-        """A tensor of this shape, or some of its rows, in the model's dtype on its device: a norm, a
-        bias."""
+    def dense(
+        self, name: str, shape: tuple[int, ...], rows: Sequence[range] | None = None, dtype: torch.dtype | None = None
+    ) -> Tensor:
+        """A tensor of this shape, or some of its rows, in the model's dtype or another, on its device: a
+        norm, a bias."""
         ...
 
     def embedding(self, shape: tuple[int, int]) -> EmbeddingRows:

@@ -30,7 +30,7 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from bench.gpu.models import LoadedModel
-from services.compute.backends.backend import SearchRequest
+from services.compute.backends.backend import RouterConfig, SearchRequest
 from services.compute.backends.cuda.backend import CudaBackend
 from services.compute.backends.cuda.linear import GROUPS, CudaLinear, SplitK, WeightForm
 from services.compute.backends.matrix import Dense, Float8, Matrix
@@ -192,8 +192,11 @@ def launch_experts(backend: CudaBackend, quantization: str) -> None:
     assert experts is not None
     for rows in (1, 64, 512):
         x = torch.zeros(rows, 2048, dtype=backend.dtype)
-        chosen, weights = backend.row_math.choose_experts(torch.zeros(rows, 2), 2, has_normalized_weights=True)
-        backend.row_math.add_experts(x, experts.run(x, chosen), weights, shared=(x, weights[:, :1]), has_residual=True)
+        sigmoid = RouterConfig(2, True, has_sigmoid_scores=True, has_correction=True, num_groups=2)
+        backend.row_math.choose_experts(torch.zeros(rows, 4), sigmoid, torch.zeros(4))
+        chosen, weights = backend.row_math.choose_experts(torch.zeros(rows, 2), RouterConfig(2, True))
+        for score in (None, weights[:, :1]):
+            backend.row_math.add_experts(x, experts.run(x, chosen), weights, shared=(x, score), has_residual=True)
 
 
 def launch_finish(layer: CudaLinear) -> None:

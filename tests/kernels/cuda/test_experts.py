@@ -2,6 +2,8 @@
 whoever else is in the step.
 """
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -10,7 +12,7 @@ from torch import Tensor
 
 from bench.gpu.check import randn
 from bench.gpu.kernels import FORMS, make_matrix
-from services.compute.backends.backend import Linear
+from services.compute.backends.backend import Linear, RouterConfig
 from services.compute.backends.cuda.backend import CudaBackend
 from services.compute.backends.cuda.experts import CudaExperts
 from services.compute.models.moe import Expert, run_experts
@@ -43,7 +45,7 @@ def group(backend: CudaBackend, pairs: list[tuple[Linear, Linear]], first: int =
 
 def rows_and_choice(dtype: torch.dtype, num_rows: int) -> tuple[Tensor, Tensor]:
     return randn(num_rows, HIDDEN, seed=7).to(dtype), FLOAT32.row_math.choose_experts(
-        randn(num_rows, EXPERTS, seed=8), ACTIVE, has_normalized_weights=False
+        randn(num_rows, EXPERTS, seed=8), RouterConfig(ACTIVE, has_normalized_weights=False)
     )[0]
 
 
@@ -102,19 +104,32 @@ def test_tiles_hold_each_pair_of_the_range_once_and_in_order(chosen: list[int], 
     assert found == {expert: [pair for pair, each in enumerate(chosen) if each == expert] for expert in found}
 
 
-@pytest.mark.parametrize("is_normalized", [False, True])
-def test_the_choice_is_the_definitions_with_ties_by_number(is_normalized: bool) -> None:
-    """Also of a row with a NaN, as padding may leave one: it gets some experts."""
+SOFTMAX = RouterConfig(4, has_normalized_weights=False)
+SIGMOID = RouterConfig(4, has_normalized_weights=True, has_sigmoid_scores=True, scaling=2.5)
+
+
+@pytest.mark.parametrize("num_groups", [1, 3])
+@pytest.mark.parametrize("has_correction", [False, True])
+@pytest.mark.parametrize("router", [SOFTMAX, SIGMOID])
+def test_the_choice_is_the_definitions(router: RouterConfig, has_correction: bool, num_groups: int) -> None:
     row_math = CudaBackend(torch.float32, CPU).row_math
-    logits = randn(6, 11, seed=3) * 4
-    chosen, weights = row_math.choose_experts(logits, 4, has_normalized_weights=is_normalized)
-    expected, expected_weights = FLOAT32.row_math.choose_experts(logits, 4, has_normalized_weights=is_normalized)
+    router = replace(router, num_groups=num_groups, num_active_groups=max(num_groups - 1, 1))
+    logits, correction = randn(6, 12, seed=3) * 2, randn(12, seed=4) * 0.3 if has_correction else None
+    chosen, weights = row_math.choose_experts(logits, router, correction)
+    expected, expected_weights = FLOAT32.row_math.choose_experts(logits, router, correction)
     assert torch.equal(chosen, expected)
     torch.testing.assert_close(weights, expected_weights, atol=1e-6, rtol=1e-6)
-    alone = row_math.choose_experts(logits[2:3], 4, has_normalized_weights=is_normalized)
+    alone = row_math.choose_experts(logits[2:3], router, correction)
     assert torch.equal(alone[0], chosen[2:3]) and torch.equal(alone[1], weights[2:3])
+
+
+@pytest.mark.parametrize("is_normalized", [False, True])
+def test_ties_are_chosen_by_number(is_normalized: bool) -> None:
+    """Also of a row with a NaN, as padding may leave one: it gets some experts."""
+    row_math = CudaBackend(torch.float32, CPU).row_math
+    router = replace(SOFTMAX, has_normalized_weights=is_normalized)
     ties = torch.tensor([[0.0, 1.0, 1.0, 0.0, 1.0], [2.0, torch.nan, 2.0, 3.0, 0.0]])
-    chosen, weights = row_math.choose_experts(ties, 4, has_normalized_weights=is_normalized)
+    chosen, weights = row_math.choose_experts(ties, router)
     assert chosen.tolist() == [[1, 2, 4, 0], [3, 0, 2, 4]]
     assert weights[0].isfinite().all() and weights[1].isnan().all()
 
@@ -126,13 +141,12 @@ def test_the_weighted_sum_is_the_definitions(has_residual: bool) -> None:
     shared = randn(5, HIDDEN, seed=2), randn(5, 1, seed=3) * 9
     expected = FLOAT32.row_math.add_experts(x, results, weights, shared=None, has_residual=has_residual)
     assert torch.equal(row_math.add_experts(x, results, weights, shared=None, has_residual=has_residual), expected)
-    found = row_math.add_experts(x, results, weights, shared=shared, has_residual=has_residual)
-    torch.testing.assert_close(
-        found,
-        FLOAT32.row_math.add_experts(x, results, weights, shared=shared, has_residual=has_residual),
-        atol=1e-5,
-        rtol=1e-5,
-    )
+    for score in (None, shared[1]):
+        found, expected = (
+            each.add_experts(x, results, weights, shared=(shared[0], score), has_residual=has_residual)
+            for each in (row_math, FLOAT32.row_math)
+        )
+        torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
 
 
 def test_experts_of_several_forms_are_called_one_by_one() -> None:

@@ -6,6 +6,7 @@ import torch
 import triton
 from torch import Tensor
 
+from services.compute.backends.backend import RouterConfig
 from services.compute.backends.cuda.kernels import experts as expert_kernels
 from services.compute.backends.cuda.kernels import rows as kernels
 
@@ -104,20 +105,28 @@ class CudaRowMath:
     def add(self, x: Tensor, h: Tensor, *, norm: Tensor | None, eps: float, multiplier: float = 1.0) -> Tensor:
         return prepare(h, norm=norm, eps=eps, x=x, multiplier=multiplier)
 
-    def choose_experts(self, logits: Tensor, num_active: int, *, has_normalized_weights: bool) -> tuple[Tensor, Tensor]:
-        num_rows, num_experts = logits.shape
+    def choose_experts(
+        self, logits: Tensor, router: RouterConfig, correction: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        (num_rows, num_experts), num_active = logits.shape, router.num_active
         chosen = torch.empty((num_rows, num_active), dtype=torch.int64, device=logits.device)
         weights = torch.empty((num_rows, num_active), dtype=torch.float32, device=logits.device)
         block = triton.next_power_of_2(num_experts)
         if num_rows:
             expert_kernels.choose_experts[(num_rows,)](
                 logits,
+                correction,
                 chosen,
                 weights,
                 num_experts,
                 num_active,
-                IS_NORMALIZED=has_normalized_weights,
+                router.num_active_groups,
+                router.scaling,
+                HAS_SIGMOID_SCORES=router.has_sigmoid_scores,
+                NUM_GROUPS=router.num_groups,
+                IS_NORMALIZED=router.has_normalized_weights,
                 BLOCK=block,
+                GROUPS=triton.next_power_of_2(router.num_groups),
                 KEPT=triton.next_power_of_2(num_active),
                 num_warps=warps_of(block),
                 enable_fp_fusion=False,
@@ -125,7 +134,13 @@ class CudaRowMath:
         return chosen, weights
 
     def add_experts(
-        self, x: Tensor, results: Tensor, weights: Tensor, *, shared: tuple[Tensor, Tensor] | None, has_residual: bool
+        self,
+        x: Tensor,
+        results: Tensor,
+        weights: Tensor,
+        *,
+        shared: tuple[Tensor, Tensor | None] | None,
+        has_residual: bool,
     ) -> Tensor:
         num_rows, hidden = x.shape
         out = torch.empty_like(x, memory_format=torch.contiguous_format)

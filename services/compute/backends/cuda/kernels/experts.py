@@ -14,41 +14,90 @@ from services.compute.backends.cuda.kernels.products import TOGETHER, multiply_c
 
 
 @triton.jit
+def sigmoid(scores):
+    """As the softmax of each score and 0."""
+    largest = tl.maximum(scores, 0.0)
+    power, rest = tl.exp(scores - largest), tl.exp(0.0 - largest)
+    return tl.div_rn(power, power + rest)
+
+
+@triton.jit
+def find_groups(
+    ranked, num_experts, num_active_groups, NUM_GROUPS: tl.constexpr, BLOCK: tl.constexpr, GROUPS: tl.constexpr
+):
+    """Which of a row's experts, [BLOCK], are in one of the groups whose two best have the largest sums; equal
+    ones by rising number."""
+    at, groups = tl.arange(0, BLOCK), tl.arange(0, GROUPS)
+    group = at // (num_experts // NUM_GROUPS)
+    sums = tl.full([GROUPS], float("-inf"), dtype=tl.float32)
+    for number in range(NUM_GROUPS):
+        own = tl.where(group == number, ranked, float("-inf"))
+        best = tl.max(own, 0)
+        place = tl.min(tl.where(own == best, at, BLOCK), 0)
+        second = tl.max(tl.where(at == place, float("-inf"), own), 0)
+        sums = tl.where(groups == number, best + second, sums)
+    is_left, is_found = groups < NUM_GROUPS, at < 0
+    for _ in range(num_active_groups):
+        largest = tl.max(tl.where(is_left, sums, float("-inf")), 0)
+        number = tl.min(tl.where(is_left & (sums == largest), groups, GROUPS), 0)
+        is_left, is_found = is_left & (groups != number), is_found | (group == number)
+    return is_found
+
+
+@triton.jit
 def choose_experts(
     logits_ptr,
+    correction_ptr,
     chosen_ptr,
     weights_ptr,
     num_experts,
     num_active,
+    num_active_groups,
+    scaling,
+    HAS_SIGMOID_SCORES: tl.constexpr,
+    NUM_GROUPS: tl.constexpr,
     IS_NORMALIZED: tl.constexpr,
     BLOCK: tl.constexpr,
+    GROUPS: tl.constexpr,
     KEPT: tl.constexpr,
 ):
-    """A row's experts, by falling logit, equal ones by rising number, and their shares of the softmax over
-    all; normalized, they sum to 1. A program a row, whose whole logits are one block.
+    """A row's experts, by falling score, which may be corrected, equal ones by rising number, and their
+    scores: shares of the softmax over all, or sigmoids; normalized, they sum to 1; then scaled. A program a
+    row, whose whole logits are one block.
 
-    logits: [T, num_experts] float32; chosen, weights: [T, num_active] int64 and float32.
+    logits: [T, num_experts] float32; correction: [num_experts] float32, or None; chosen, weights: [T,
+    num_active] int64 and float32.
     """
     row = tl.program_id(0).to(tl.int64)
     at, kept = tl.arange(0, BLOCK), tl.arange(0, KEPT)
     logits = tl.load(logits_ptr + row * num_experts + at, mask=at < num_experts, other=float("-inf"))
-    powers = tl.exp(logits - tl.max(logits, 0))
-    shares = tl.div_rn(powers, tl.sum(powers, 0))
-    logits = tl.where(logits != logits, float("-inf"), logits)  # of such a row all weights are NaN
+    if HAS_SIGMOID_SCORES:
+        scores = sigmoid(logits)
+    else:
+        powers = tl.exp(logits - tl.max(logits, 0))
+        scores = tl.div_rn(powers, tl.sum(powers, 0))
+    ranked = logits
+    if correction_ptr is not None:
+        ranked = scores + tl.load(correction_ptr + at, mask=at < num_experts, other=0.0)
+    elif NUM_GROUPS > 1:
+        ranked = scores
+    ranked = tl.where(ranked != ranked, float("-inf"), ranked)  # of such a row weights are NaN
     is_left = at < num_experts
+    if NUM_GROUPS > 1:
+        is_left = find_groups(ranked, num_experts, num_active_groups, NUM_GROUPS, BLOCK, GROUPS)
     chosen, weights = tl.zeros([KEPT], dtype=tl.int64), tl.zeros([KEPT], dtype=tl.float32)
     total = 0.0
     for rank in range(num_active):
-        largest = tl.max(tl.where(is_left, logits, float("-inf")), 0)
-        expert = tl.min(tl.where(is_left & (logits == largest), at, BLOCK), 0)
-        weight = tl.sum(tl.where(at == expert, shares, 0.0), 0)
+        largest = tl.max(tl.where(is_left, ranked, float("-inf")), 0)
+        expert = tl.min(tl.where(is_left & (ranked == largest), at, BLOCK), 0)
+        weight = tl.sum(tl.where(at == expert, scores, 0.0), 0)
         total += weight
         chosen, weights = tl.where(kept == rank, expert, chosen), tl.where(kept == rank, weight, weights)
         is_left = is_left & (at != expert)
     if IS_NORMALIZED:
-        weights = tl.div_rn(weights, total)
+        weights = tl.div_rn(weights, total + 1e-20)  # all sigmoids may be 0
     tl.store(chosen_ptr + row * num_active + kept, chosen, mask=kept < num_active)
-    tl.store(weights_ptr + row * num_active + kept, weights, mask=kept < num_active)
+    tl.store(weights_ptr + row * num_active + kept, weights * scaling, mask=kept < num_active)
 
 
 @triton.jit(do_not_specialize=["num_pairs"])
@@ -205,7 +254,7 @@ def add_experts(
     BLOCK: tl.constexpr,
 ):
     """x, or 0, and a row's results times their weights, in float32, the first expert first; then `shared`,
-    if there is one, times the sigmoid of its score.
+    if there is one, times the sigmoid of its score, if it has one.
 
     x, shared, out: [T, hidden]; results: [T, num_active, hidden]; weights: [T, num_active] float32; score:
     [T] float32.
@@ -220,10 +269,8 @@ def add_experts(
         pair = row * num_active + rank
         total += tl.load(weights_ptr + pair) * widened(tl.load(results_ptr + pair * hidden + at, mask=is_in, other=0.0))
     if shared_ptr is not None:
-        score = tl.load(score_ptr + row)
-        largest = tl.maximum(score, 0.0)
-        power, rest = tl.exp(score - largest), tl.exp(0.0 - largest)
-        total += tl.div_rn(power, power + rest) * widened(
-            tl.load(shared_ptr + row * hidden + at, mask=is_in, other=0.0)
-        )
+        result = widened(tl.load(shared_ptr + row * hidden + at, mask=is_in, other=0.0))
+        if score_ptr is not None:
+            result = sigmoid(tl.load(score_ptr + row)) * result
+        total += result
     tl.store(out_ptr + row * hidden + at, rounded(total, out_ptr.dtype.element_ty), mask=is_in)
