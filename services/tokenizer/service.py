@@ -18,7 +18,7 @@ from shared.wire.line import Pipeline
 from shared.wire.load import Load
 from shared.wire.messages import GenerateRequest, RequestError, TokenEvent, TokenizedRequest
 from shared.wire.offers import offer
-from shared.wire.registry import decode_replicas
+from shared.wire.registry import decode_replicas, look
 from shared.wire.replica import Replica
 from shared.wire.stage import Stage
 from shared.wire.streams import prompts, requests, served_key, tombstone_key
@@ -214,8 +214,14 @@ class TokenizerService:
 
     def longest_sequence(self) -> int:
         """The length that the model was made for, or less where a live compute replica has less, or
-        had, if its like is to be started."""
-        computes = self.stage.registry.of("compute", self.encoder.model) or self.last_compute()
+        had, if its like is to be started. If the registry knows no compute replica, it is looked at
+        again: a gateway may have seen the first one before this process did."""
+        model = self.encoder.model
+        computes = (
+            self.stage.registry.of("compute", model)
+            or self.stage.transport.persist(lambda: look(self.stage.transport.client)).of("compute", model)
+            or self.last_compute()
+        )
         limits = [self.max_model_len, *(replica.max_model_len for replica in computes)]
         return min((limit for limit in limits if limit is not None), default=UNBOUNDED)
 

@@ -20,10 +20,11 @@ from shared.process.errors import Invalid
 from shared.process.settings import TokenizerSettings
 from shared.wire.entries import append_to_group
 from shared.wire.messages import ChatMessage, EncodingParams, GenerateRequest, TokenizedRequest, decode
-from shared.wire.streams import DEAD_LETTER, MESSAGE, log_key, prompts, requests
+from shared.wire.registry import announce
+from shared.wire.streams import DEAD_LETTER, MESSAGE, log_key, prompts, replica_key, requests
 from shared.wire.token_log import parse_log
 from tests.conftest import running_redis
-from tests.stages.line_of_stages import FILES, MODEL, LocalStage, ask, ids, text_tokenizer
+from tests.stages.line_of_stages import FILES, MODEL, LocalStage, ask, ids, replica, text_tokenizer
 
 MakeService = Callable[[str], TokenizerService]
 SURROGATE = "half a character: \ud83d"
@@ -194,6 +195,19 @@ def test_a_request_that_is_not_a_request_is_an_error_for_its_own_client_only(ser
     service.handle(*service.reader.read(count=64, block_ms=1))
     assert handed_on(client) == ["r0.0"] and client.xlen(requests(MODEL).key) == 0
     assert client.xlen("events:gateway-1") == 1
+
+
+def test_a_compute_replica_counts_before_the_heartbeat_has_seen_it(service: TokenizerService) -> None:
+    client = service.stage.transport.client
+    assert not service.stage.registry.replicas and service.longest_sequence() == FILES.max_model_len
+    compute = replace(replica("compute", "compute-1"), max_model_len=64)
+    announce(client, compute)
+    client.persist(replica_key("compute", "compute-1"))  # its lease may be shorter than this test
+    put(client, "fine")
+    service.handle(*service.reader.read(count=64, block_ms=1))
+    [(_, values)] = client.xrange(prompts(MODEL).key)
+    prompt = decode(TokenizedRequest, values[MESSAGE])
+    assert prompt.params.max_tokens == 64 - len(prompt.prompt_token_ids)
 
 
 @pytest.mark.parametrize(
