@@ -7,7 +7,7 @@ wheel: it is for who changes the code.
 
 from pathlib import Path
 
-from docs.reference import api, messages, metrics, settings
+from docs.reference import api, messages, metrics, models, settings
 
 FOLDER = Path(__file__).parent
 
@@ -18,5 +18,7 @@ def pages() -> dict[str, str]:
         "api.md": api.page(),
         "messages.md": messages.page(),
         "metrics.md": metrics.page(),
+        "models.md": models.page(),
+        "../../services/operator/supported_models.txt": models.listing(),
         "settings.md": settings.page(),
     }

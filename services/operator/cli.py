@@ -119,8 +119,11 @@ def build_parser() -> argparse.ArgumentParser:
     )
     pull.add_argument("name", metavar="NAME", help="smollm2-135m, or a hub id, owner/name")
     pull.add_argument("--file", default="", help="the GGUF file to fetch, from a hub repository with several")
-    commands.add_parser(
+    models = commands.add_parser(
         "models", help="list the models that were pulled: name, size, form", epilog="example:\n  penstock models"
+    )
+    models.add_argument(
+        "--supported", action="store_true", help="list the architectures instead: how each runs, or why it is refused"
     )
     examples = "example:\n  penstock keys add team-a --rpm 600"
     add_keys_arguments(commands.add_parser("keys", help="add, list, rotate and revoke API keys", epilog=examples))
@@ -340,9 +343,9 @@ def run_tool(args: argparse.Namespace) -> None:
 
             print(f"{args.name} is in {pull(args.name, args.file)}")
         case "models":
-            from services.operator.model_store import list_models
+            from services.operator.model_store import list_models, supported_models
 
-            print(list_models())
+            print(supported_models() if args.supported else list_models())
         case "keys":
             from services.operator.keys import keys
 

@@ -254,6 +254,11 @@ def list_models() -> str:
     return "\n".join(lines)
 
 
+def supported_models() -> str:
+    """The architectures, how each runs, or why it is refused. `make docs` writes the list."""
+    return Path(__file__).with_name("supported_models.txt").read_text(encoding="utf-8").rstrip()
+
+
 def _form(folder: Path) -> str:
     """The form of the weights."""
     try:

@@ -3,6 +3,7 @@ stand-in; and what is left when it fails.
 """
 
 import hashlib
+import re
 import sys
 import zipfile
 from pathlib import Path
@@ -12,7 +13,9 @@ from typing import Any
 import pytest
 from gguf import GGUFWriter
 
+from services.compute.models.architectures import ARCHITECTURES
 from services.operator import launcher, model_store
+from services.operator.cli import main
 from services.operator.model_store import Wheel, choose_files, choose_mmproj, list_models, pull
 from shared.process.errors import StartupError
 
@@ -286,3 +289,13 @@ def test_the_part_that_sees_comes_with_a_gguf_model(models: Path, monkeypatch: p
     assert sorted(path.name for path in place.iterdir()) == ["mmproj-x-F16.gguf", "x.Q4_K_M.gguf"]
     assert choose_mmproj(files[:3]) == ["mmproj-x-bf16.gguf"] and choose_mmproj(files[:1]) == []
     assert choose_files("a/b", files) == ["x.Q4_K_M.gguf"]
+
+
+def test_the_list_of_architectures_says_how_each_runs_or_why_it_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["models", "--supported"]) == 0
+    rows = capsys.readouterr().out.splitlines()[1:]
+    native = {line.split()[0] for line in rows if " native" in line}
+    assert native >= set(ARCHITECTURES)
+    assert all(re.search(r"refused  +\S", line) for line in rows if "refused" in line)
+    [qwen] = [line for line in rows if line.startswith("Qwen3_5ForCausalLM ")]
+    assert "one by one" in qwen and "qwen35" in qwen
