@@ -280,6 +280,20 @@ def test_a_long_answer_in_harmony_takes_no_time_squared() -> None:
     assert time.process_time() - started < 5.0
 
 
+@pytest.mark.parametrize(
+    ("form", "text", "cut"),
+    [
+        ("gemma", "<|tool_call>call:f{a:[" + '<|"|>x<|"|>,' * 2000, 8),
+        ("lfm2", "<|tool_call_start|>[f(a='" + "x" * 50_000, 8),
+        ("lfm2", "<|tool_call_start|>" + "\\'" * 30_000, 60_000),
+    ],
+)
+def test_a_long_block_takes_no_time_squared(form: str, text: str, cut: int) -> None:
+    started = time.process_time()
+    assert {piece.kind for piece in parse(text, form, cuts=tuple(range(cut, len(text), cut)))} == {"content"}
+    assert time.process_time() - started < 3.0
+
+
 def test_harmony_s_forced_calls_are_in_its_last_message() -> None:
     text = f'{THOUGHT}<|start|>assistant<|channel|>final<|message|>[{{"name": "add", "parameters": {{"a": 1}}}}]'
     assert read(parse(text, "calls", "harmony")) == ("Hm.", "", [("add", {"a": 1})])

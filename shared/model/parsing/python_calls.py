@@ -8,15 +8,15 @@ from typing import Any
 
 from msgspec import Struct
 
-from shared.model.parsing.blocks import MAX_BLOCK, BlockCalls, Call, call_pieces
-from shared.model.parsing.pieces import Piece, Prose, may_begin
+from shared.model.parsing.blocks import MAX_BLOCK, BlockCalls, Call, call_pieces, end_outside_strings
+from shared.model.parsing.pieces import Mark, Piece, Prose, may_begin
 
 PYTHON_MARKERS = ("<|python_start|>", "<|python_end|>")
 PYTHON_HEAD = re.compile(r"\[\s*([A-Za-z_][\w.-]*)\s*\(")
 BEGUN_PYTHON_HEAD = re.compile(r"\[\s*(?:[A-Za-z_][\w.-]*\s*)?")
 PYTHON_STRING = r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*\""""
-# A string, or an argument whose name is a word of Python's own, which no call may have
-STRING_OR_KEYWORD = re.compile(rf"{PYTHON_STRING}|\b({'|'.join(keyword.kwlist)})(?=\s*=[^=])", re.DOTALL)
+# A string, one that does not end, or an argument whose name is a word of Python's own, which no call may have
+STRING_OR_KEYWORD = re.compile(rf"{PYTHON_STRING}|['\"].*|\b({'|'.join(keyword.kwlist)})(?=\s*=[^=])", re.DOTALL)
 ESCAPED = "_word_"
 PYTHON_WORDS = {"true": True, "false": False, "null": None}
 
@@ -162,17 +162,9 @@ def python_value(node: ast.expr) -> Any:
 class PythonForm(Struct, frozen=True, tag="python"):
     """The markers around calls as Python."""
 
-    start: str
-    end: str
+    start: Mark
+    end: Mark
 
     def parser(self, names: frozenset[str], texts: frozenset[str]) -> BlockCalls:  # noqa: ARG002
-        return BlockCalls(names, (self.start,), self._find_end, python_calls)
-
-    def _find_end(self, text: str) -> tuple[int, str] | None:
-        """Find where the end marker is: one in a string of an argument is a part of that."""
-        for token in re.finditer(rf"{PYTHON_STRING}|({re.escape(self.end)})|['\"]", text, re.DOTALL):
-            if token[1] is not None:
-                return token.start(), self.end
-            if len(token[0]) == 1:  # a string that has not ended yet
-                return None
-        return None
+        find_end = end_outside_strings((self.end,), PYTHON_STRING, ("'", '"'))
+        return BlockCalls(names, (self.start,), (self.end,), find_end, python_calls)
