@@ -344,6 +344,8 @@ BROKEN = [
     ("lfm2", "<|tool_call_start|>[f(1)]<|tool_call_end|>"),
     ("lfm2", "<|tool_call_start|>[f(a='<|tool_call_end|>"),
     ("olmo3", "<function_calls>print</function_calls> on"),
+    ("olmo3", "<function_calls>import os\nf(a=1)</function_calls>"),
+    ("of a later version", "<tool_call>{}</tool_call>"),
     ("gemma", "<start_function_call>call:add{a:" + "[" * 200),
 ]
 
@@ -416,6 +418,12 @@ def test_a_forced_call_is_its_arguments() -> None:
     assert parser.feed(" ") == []
     assert parser.feed(' {"a"') == [Piece("call", "add"), Piece("arguments", '{"a"')]
     assert parser.feed(": 1}") == [Piece("arguments", ": 1}")]
+
+
+def test_a_text_in_three_quotes_stays_as_it_is() -> None:
+    text = "<|tool_call_start|>f(a='''it's <|tool_call_end|> class=1''', from=1)<|tool_call_end|>"
+    calls = [("f", {"a": "it's <|tool_call_end|> class=1", "from": 1})]
+    assert read(parse(text, "lfm2")) == read(parse(text, "lfm2", cuts=tuple(range(len(text))))) == ("", "", calls)
 
 
 PIECES = [

@@ -14,7 +14,10 @@ from shared.model.parsing.pieces import Mark, Piece, Prose, may_begin
 PYTHON_MARKERS = ("<|python_start|>", "<|python_end|>")
 PYTHON_HEAD = re.compile(r"\[\s*([A-Za-z_][\w.-]*)\s*\(")
 BEGUN_PYTHON_HEAD = re.compile(r"\[\s*(?:[A-Za-z_][\w.-]*\s*)?")
-PYTHON_STRING = r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*\""""
+PYTHON_STRING = "|".join(
+    rf"{quote}{quote}{quote}(?:[^\\]|\\.)*?{quote}{quote}{quote}|{quote}(?!{quote}{quote})(?:[^{quote}\\]|\\.)*{quote}"
+    for quote in "'\""
+)
 # A string, one that does not end, or an argument whose name is a word of Python's own, which no call may have
 STRING_OR_KEYWORD = re.compile(rf"{PYTHON_STRING}|['\"].*|\b({'|'.join(keyword.kwlist)})(?=\s*=[^=])", re.DOTALL)
 ESCAPED = "_word_"
@@ -112,8 +115,9 @@ def python_calls(text: str) -> list[Call] | None:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", SyntaxWarning)  # of "\d" in a string
-            lines = [line.value for line in ast.parse(with_names(text).strip()).body if isinstance(line, ast.Expr)]
-        if not lines:
+            body = ast.parse(with_names(text).strip()).body
+        lines = [line.value for line in body if isinstance(line, ast.Expr)]
+        if not lines or len(lines) < len(body):
             return None
         nodes = lines[0].elts if len(lines) == 1 and isinstance(lines[0], ast.List) else lines
         return [python_call(node) for node in nodes] or None
