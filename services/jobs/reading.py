@@ -11,7 +11,8 @@ from services.jobs.asking import Asked, Logs
 from services.requests.dialects.responses.stored import DELETED_LOG_TTL_S
 from services.requests.errors import GONE
 from services.requests.store.client import persist
-from services.requests.store.record import ResponseRecord, end_response, read_response
+from services.requests.store.ending import end_response
+from services.requests.store.record import ResponseRecord, read_response
 from services.requests.text.answers.schema_errors import schema_errors
 from services.requests.workers.grammars.answers import AnswerChecker
 from shared.process.clock import SYSTEM_CLOCK, Clock

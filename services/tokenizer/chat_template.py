@@ -4,7 +4,7 @@ import json
 from typing import Any
 
 from services.tokenizer.template_features import find_parsers, template_with_tools
-from services.tokenizer.template_probe import probe
+from services.tokenizer.template_probe import MAX_RENDERED, probe
 from shared.model.json_text import read_json
 from shared.model.parsing.forms import HARMONY
 from shared.process.errors import Invalid, StartupError
@@ -65,8 +65,9 @@ class ChatTemplate:
         return parsers | {name: form for name, form in shown.items() if name in asked}
 
     def _render_probe(self, messages: tuple[ChatMessage, ...], options: ChatOptions) -> str | None:
-        [text] = self.render([messages], [options])
-        return text if isinstance(text, str) else None
+        """Within the longer limit: what is read off a template can't depend on how busy the machine is."""
+        text = self._render(messages, options, is_quick=False)
+        return text if isinstance(text, str) and len(text) <= MAX_RENDERED else None
 
     def start(self) -> None:
         """Start the helper and compile the template: one that is broken is found now, and the first
@@ -106,13 +107,15 @@ class ChatTemplate:
         rendered: list[str | Invalid | Slow] = []
         for messages, each in zip(conversations, options or [ChatOptions()] * len(conversations), strict=True):
             try:
-                rendered.append(self._render(messages, each))
+                rendered.append(self._render(messages, each, is_quick=self._is_quick))
             except Exception as error:  # the others of the batch have nothing to do with it
                 log.error("a conversation could not be given to the chat template", error=error)
                 rendered.append(_refused("the chat template", f"they can't be given to it ({type(error).__name__})"))
         return rendered
 
-    def _render(self, messages: tuple[ChatMessage, ...], options: ChatOptions) -> str | Invalid | Slow:
+    def _render(
+        self, messages: tuple[ChatMessage, ...], options: ChatOptions, *, is_quick: bool
+    ) -> str | Invalid | Slow:
         name = "the request's chat_template" if options.chat_template else "the model's chat template"
         try:
             tools, documents, kwargs = (
@@ -122,7 +125,7 @@ class ChatTemplate:
             return _refused(name, f"its tools, documents or variables are not JSON: {error}")
         return self._render_within(
             {
-                "limit_s": QUICK_LIMIT_S if self._is_quick else RENDER_LIMIT_S,
+                "limit_s": QUICK_LIMIT_S if is_quick else RENDER_LIMIT_S,
                 "template": options.chat_template or (self._with_tools if tools else self._template),
                 "special_tokens": self._special_tokens,
                 "messages": [to_template(message) for message in messages],
@@ -134,9 +137,12 @@ class ChatTemplate:
             },
             name,
             "chat_template" if options.chat_template else "messages",
+            is_quick=is_quick,
         )
 
-    def _render_within(self, conversation: dict[str, Any], name: str, param: str) -> str | Invalid | Slow:
+    def _render_within(
+        self, conversation: dict[str, Any], name: str, param: str, *, is_quick: bool
+    ) -> str | Invalid | Slow:
         """Render within the limits of time. name: the template's, for errors; param: the field at fault if
         it takes too long."""
         for _ in range(NUM_TRIES):
@@ -151,7 +157,7 @@ class ChatTemplate:
             except (EOFError, OSError, Unreadable):
                 log.warning("the process that renders chat templates died, starting another")
                 continue
-            if "has_run_out" in rendered and self._is_quick:
+            if "has_run_out" in rendered and is_quick:
                 return SLOW
             if "has_run_out" in rendered:
                 log.warning("chat template took too long and was stopped", limit_s=RENDER_LIMIT_S)

@@ -6,9 +6,10 @@ import re
 from collections.abc import Callable
 
 from services.tokenizer.template_features import knows
+from shared.model.json_text import read_json
 from shared.model.parsing.answer import AnswerParser, Parsing
 from shared.model.parsing.blocks import Call
-from shared.model.parsing.forms import FORMS, OTHERS, REASONING, Form, encode
+from shared.model.parsing.forms import FORMS, OTHERS, REASONING, Form, encode, reads_calls, thought_marks
 from shared.model.parsing.json_calls import CALL_ID, CallForm, call_of
 from shared.model.parsing.reasoning import Marks
 from shared.model.parsing.tagged_calls import TaggedForm
@@ -20,6 +21,8 @@ THOUGHT, ANSWERS = "umber dusk", ("alpha", "omega")
 TAG = re.compile(r"<[^<>]*>?|\[/?[A-Z_]+\]|[^<\[\s]+")
 OPEN_TAG = re.compile(r"(?:<[^<>]{0,63}|\[/?[A-Z_]{0,63})\Z")
 SEPARATORS = " \t\r\n[],"
+MAX_RENDERED = 256 << 10  # characters of a conversation
+MAX_TURN = 4096  # characters; a template that writes more around two calls is none to learn from
 
 
 Render = Callable[[tuple[ChatMessage, ...], ChatOptions], str | None]
@@ -77,11 +80,14 @@ def common_prefix(one: str, other: str) -> str:
 
 def form_of_calls(turn: str, num_calls: int) -> str:
     """The form of the first of CALLS in a turn: its name, or a new one as JSON; empty: none that can be read."""
+    if len(turn) > MAX_TURN:
+        return ""
     for name in (*FORMS, *OTHERS):
         if reads(name, turn, num_calls):
             return name
     form = derive(turn, num_calls)
-    return encode(form) if form is not None and reads(encode(form), turn, num_calls) else ""
+    name = encode(form) if form is not None else ""
+    return name if reads_calls(name) and reads(name, turn, num_calls) else ""
 
 
 def reads(name: str, turn: str, num_calls: int) -> bool:
@@ -96,7 +102,10 @@ def reads(name: str, turn: str, num_calls: int) -> bool:
             calls[-1][1] += piece.text
         elif piece.text.strip() and (not calls or re.fullmatch(r"(?:\s*<[^/][^<>]*>)*\s*", piece.text) is None):
             return False
-    return [(function, json.loads(arguments)) for function, arguments in calls] == CALLS[:num_calls]
+    try:
+        return [(function, read_json(arguments)) for function, arguments in calls] == CALLS[:num_calls]
+    except ValueError:  # cut off, or what the parser takes for an object by its beginning
+        return False
 
 
 def derive(turn: str, num_calls: int) -> Form | None:
@@ -117,7 +126,7 @@ def find_object(turn: str, name: int, call: Call) -> tuple[int, int] | None:
     for brace in re.finditer(r"\{", turn):
         try:
             value, end = json.JSONDecoder().raw_decode(turn, brace.start())
-        except ValueError:
+        except (ValueError, RecursionError):
             continue
         if (brace.start() > name and value == call[1]) or (
             brace.start() < name
@@ -234,4 +243,5 @@ def form_of_thoughts(rendered: str, answers: tuple[str, str]) -> str:
     start = re.search(r"(?:<[^<>]+>|\[[A-Z_]+\])\w*\Z", before)
     if start is None or not behind or start.end() <= len(common_prefix(before, head).rstrip()):
         return ""
-    return encode(Marks((start[0],), (behind,)))
+    name = encode(Marks((start[0],), (behind,)))
+    return name if thought_marks(name) is not None else ""

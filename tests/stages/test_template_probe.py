@@ -6,9 +6,12 @@ from typing import Any
 import pytest
 
 from services.tokenizer.chat_template import ChatTemplate
-from services.tokenizer.template_probe import ASKED, CALL_IDS, CALLS, WITH_TOOLS, as_message
+from services.tokenizer.template_probe import ASKED, CALL_IDS, CALLS, WITH_TOOLS, as_message, form_of_calls
 from shared.model.parsing.answer import AnswerParser, Parsing
-from shared.model.parsing.forms import FORMS, call_form, thought_marks
+from shared.model.parsing.forms import FORMS, Form, call_form, encode, reads_calls, thought_marks
+from shared.model.parsing.json_calls import CALL_ID, CallForm
+from shared.model.parsing.reasoning import Marks
+from shared.model.parsing.tagged_calls import TaggedForm
 from shared.wire.messages import ChatMessage
 from tests.stages.test_chat_template import Texts
 
@@ -134,6 +137,47 @@ def test_words_are_asked_where_a_template_drops_calls_and_thoughts() -> None:
     assert parsers_of(dropping) == {"tool_calls": "mistral", "reasoning": "deepseek_r1"}
     refusing = "{{ raise_exception('no') }}" + dropping
     assert parsers_of(refusing) == {"tool_calls": "mistral", "reasoning": "deepseek_r1"}
+
+
+@pytest.mark.parametrize(
+    "turn",
+    [
+        "get_zebra" + '{"a":' * 100_000,
+        "<tool_call>" + "{" * 4000 + "get_zebra",
+        '<tool_call>{"name": "get_zebra", "arguments": {"kappa": "violet", "lambda": 42',
+        "<" + "x" * 1000 + '>get_zebra{"kappa": "violet", "lambda": 42}',
+        f'<q>{CALL_IDS[0]}a{CALL_IDS[0]}<w>get_zebra{{"kappa": "violet", "lambda": 42}}',
+    ],
+    ids=["deep", "open", "cut off", "long", "identifiers"],
+)
+def test_a_turn_that_no_form_can_come_of(turn: str) -> None:
+    assert form_of_calls(turn, 1) == ""
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        CallForm(("",)),
+        CallForm(("<q>",), ("",)),
+        CallForm(("<q>",), between=("",)),
+        CallForm(("<q>",), has_names_first=True, before_name=2 * f"{CALL_ID}a"),
+        CallForm(tuple(f"<{number}>" for number in range(1000))),
+        TaggedForm("", "", "", "<k>", ("=",), ";", "", "<e>"),
+        TaggedForm("<s>", "", "", "<k>", (), ";", "", "<e>"),
+    ],
+)
+def test_a_form_of_another_version_that_would_not_end_is_none(form: Form) -> None:
+    assert call_form(encode(form)) is None and not reads_calls(encode(form))
+    assert thought_marks(encode(Marks(("",), ("</t>",)))) is None
+
+
+def test_a_template_that_takes_long_is_read_as_any_other() -> None:
+    """Else replicas on busy machines would know other forms than the rest."""
+    slow = "{% for i in range(400) %}{% for j in range(1000) %}{% endfor %}{% endfor %}" + template("", HERMES)
+    assert ChatTemplate(Texts(slow), is_quick=True).parsers("auto", "auto") == {
+        "tool_calls": "hermes",
+        "reasoning": "qwen3",
+    }
 
 
 def test_the_operators_word_stands() -> None:

@@ -280,6 +280,20 @@ def test_a_long_answer_in_harmony_takes_no_time_squared() -> None:
     assert time.process_time() - started < 5.0
 
 
+@pytest.mark.parametrize(
+    ("form", "text", "cut"),
+    [
+        ("gemma", "<|tool_call>call:f{a:[" + '<|"|>x<|"|>,' * 2000, 8),
+        ("lfm2", "<|tool_call_start|>[f(a='" + "x" * 50_000, 8),
+        ("lfm2", "<|tool_call_start|>" + "\\'" * 30_000, 60_000),
+    ],
+)
+def test_a_long_block_takes_no_time_squared(form: str, text: str, cut: int) -> None:
+    started = time.process_time()
+    assert {piece.kind for piece in parse(text, form, cuts=tuple(range(cut, len(text), cut)))} == {"content"}
+    assert time.process_time() - started < 3.0
+
+
 def test_harmony_s_forced_calls_are_in_its_last_message() -> None:
     text = f'{THOUGHT}<|start|>assistant<|channel|>final<|message|>[{{"name": "add", "parameters": {{"a": 1}}}}]'
     assert read(parse(text, "calls", "harmony")) == ("Hm.", "", [("add", {"a": 1})])
@@ -330,6 +344,8 @@ BROKEN = [
     ("lfm2", "<|tool_call_start|>[f(1)]<|tool_call_end|>"),
     ("lfm2", "<|tool_call_start|>[f(a='<|tool_call_end|>"),
     ("olmo3", "<function_calls>print</function_calls> on"),
+    ("olmo3", "<function_calls>import os\nf(a=1)</function_calls>"),
+    ("of a later version", "<tool_call>{}</tool_call>"),
     ("gemma", "<start_function_call>call:add{a:" + "[" * 200),
 ]
 
@@ -402,6 +418,12 @@ def test_a_forced_call_is_its_arguments() -> None:
     assert parser.feed(" ") == []
     assert parser.feed(' {"a"') == [Piece("call", "add"), Piece("arguments", '{"a"')]
     assert parser.feed(": 1}") == [Piece("arguments", ": 1}")]
+
+
+def test_a_text_in_three_quotes_stays_as_it_is() -> None:
+    text = "<|tool_call_start|>f(a='''it's <|tool_call_end|> class=1''', from=1)<|tool_call_end|>"
+    calls = [("f", {"a": "it's <|tool_call_end|> class=1", "from": 1})]
+    assert read(parse(text, "lfm2")) == read(parse(text, "lfm2", cuts=tuple(range(len(text))))) == ("", "", calls)
 
 
 PIECES = [

@@ -36,3 +36,8 @@ def test_compute_tells_a_bad_setting_without_waiting_for_torch(flags: list[str],
     )
     assert (ended.returncode, ended.stdout) == (2, "")
     assert ended.stderr.startswith(message) and len(ended.stderr.splitlines()) == 1
+
+
+def test_the_helper_that_parses_bodies_starts_without_redis() -> None:
+    code = "import sys, services.gateway.bodies; sys.exit('redis' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

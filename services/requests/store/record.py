@@ -16,10 +16,8 @@ from shared.model.parsing.answer import Parsing
 from shared.model.sampling_params import SEEDS, SamplingParams
 from shared.process.errors import Invalid
 from shared.process.telemetry import get_logger
-from shared.wire.messages import Control, RequestError, decode_record
-from shared.wire.registry import broadcast
-from shared.wire.streams import LOG_TTL_S, response_key, tombstone_key
-from shared.wire.token_log import end_request
+from shared.wire.messages import decode_record
+from shared.wire.streams import response_key
 
 if TYPE_CHECKING:  # the helper that parses bodies needs no Redis, and each gateway starts it
     import redis.asyncio
@@ -131,19 +129,6 @@ def choice_params(params: SamplingParams, seed: int | None, choice: int) -> Samp
     """The params of one of n choices: its own seed, a function of the request's."""
     base = int.from_bytes(os.urandom(8)) if seed is None else seed
     return structs.replace(params, seed=(base + choice * GOLDEN) % SEEDS)
-
-
-async def end_response(
-    client: "redis.asyncio.Redis", record: ResponseRecord, error: RequestError | None = None
-) -> None:
-    """End the response as cancelled, or with an error, now: its logs say so before any stage is told. What has
-    ended stays as it is. Raises what the client raises."""
-    async with client.pipeline(transaction=False) as pipe:
-        for request_id in record.request_ids:
-            pipe.set(tombstone_key(request_id), "1", ex=LOG_TTL_S)
-            end_request(pipe, record.served_model, request_id, None, error=error)
-        broadcast(pipe, Control("cancel", tuple(record.request_ids)))
-        await pipe.execute()
 
 
 async def find_record(

@@ -63,7 +63,8 @@ class AnswerParser:
     def __init__(self, parsing: Parsing) -> None:
         names = frozenset(parsing.names)
         self._reasoning = make_reasoning_parser(parsing, names)
-        has_calls = parsing.tool_calls not in ("", HARMONY)
+        # a later version's form, in a record that this one resumes, is read as text
+        has_calls = parsing.tool_calls in FORCED or (reads_calls(parsing.tool_calls) and parsing.tool_calls != HARMONY)
         self._tool_calls = make_tool_parser(parsing.tool_calls, names, frozenset(parsing.texts)) if has_calls else None
         self._max_calls = parsing.max_calls
         self._num_calls = 0

@@ -1,6 +1,7 @@
 """BlockCalls: calls between markers, each block of which is read as a whole, because its meaning is
 known at its end only. A block that does not parse, or calls what is no function, is content."""
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -27,6 +28,25 @@ def call_pieces(calls: list[Call] | None, names: frozenset[str]) -> list[Piece] 
         return None
 
 
+def end_outside_strings(
+    ends: tuple[str, ...], string: str, quotes: tuple[str, ...]
+) -> Callable[[str], tuple[int, str] | None]:
+    """A find_end for which a marker in a string is a part of that. string: the pattern of one; quotes: what begins
+    one."""
+    marker, quote = ("|".join(map(re.escape, words)) for words in (ends, quotes))
+    token = re.compile(rf"({marker})|{string}|({quote})", re.DOTALL)
+
+    def find_end(text: str) -> tuple[int, str] | None:
+        for found in token.finditer(text):
+            if found[1] is not None:
+                return found.start(), found[1]
+            if found[2] is not None:  # a string that has not ended yet
+                return None
+        return None
+
+    return find_end
+
+
 class BlockCalls:
     """Parser of a form."""
 
@@ -34,13 +54,15 @@ class BlockCalls:
         self,
         names: frozenset[str],
         starts: tuple[str, ...],
+        ends: tuple[str, ...],
         find_end: Callable[[str], tuple[int, str] | None],
         read: Callable[[str], list[Call] | None],
     ) -> None:
-        """names: of the functions; find_end: where a block's end marker is, and which; read: the
+        """names: of the functions; find_end: where a block's end marker is, and which of `ends`; read: the
         calls that a block is, None for one that is content."""
         self.names = names
         self.starts = starts
+        self.ends = ends
         self.find_end = find_end
         self.read = read
         self._prose = Prose()
@@ -74,10 +96,12 @@ class BlockCalls:
         return True
 
     def _in_block(self, pieces: list[Piece]) -> bool:
-        """Up to the end marker, but for one between quotes."""
+        """Up to the end marker. It is looked for once one has come: a block comes in thousands of pieces."""
         whole = self._block + self._text
+        begin = max(0, len(self._block) - max(map(len, self.ends)) + 1)  # of a marker that was not whole before
+        has_marker = find_first(whole[begin:MAX_BLOCK], self.ends) is not None
         self._block, self._text = whole, ""
-        end = self.find_end(whole[:MAX_BLOCK])
+        end = self.find_end(whole[:MAX_BLOCK]) if has_marker else None
         if end is None:
             if len(whole) > MAX_BLOCK:
                 pieces += self._prose.say(self._marker + whole[:MAX_BLOCK])

@@ -3,6 +3,7 @@ JSON in place of a name."""
 
 from collections.abc import Callable
 from functools import lru_cache
+from typing import TypeVar
 
 import msgspec
 
@@ -32,6 +33,7 @@ KIMI_CALL = ("<|tool_call_begin|>", "<|tool_call_end|>")
 DEEPSEEK_CALL = ("<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>")
 DEEPSEEK_CALLS = ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>")
 DSML = "｜DSML｜"
+T = TypeVar("T")
 Form = CallForm | TaggedForm | PythonForm
 FORMS: dict[str, Form] = {
     "hermes": CallForm(("<tool_call>",), ("</tool_call>",)),
@@ -109,6 +111,7 @@ OTHERS: dict[str, Callable[[frozenset[str]], Parser]] = {"pythonic": PythonicCal
 TOOL_CALLS = (*FORMS, *OTHERS, HARMONY)
 
 
+MAX_FORM = 4096  # characters of a form's JSON
 FORM_DECODER: msgspec.json.Decoder[Form] = msgspec.json.Decoder(Form)
 MARKS_DECODER = msgspec.json.Decoder(Marks)
 
@@ -116,22 +119,19 @@ MARKS_DECODER = msgspec.json.Decoder(Marks)
 @lru_cache(maxsize=64)
 def call_form(name: str) -> Form | None:
     """The form of that name, or that the text is JSON of; None: it is neither, or of another version."""
-    if not name.startswith("{"):
-        return FORMS.get(name)
-    try:
-        return FORM_DECODER.decode(name)
-    except msgspec.MsgspecError:
-        return None
+    return read_form(FORM_DECODER, name) if name.startswith("{") else FORMS.get(name)
 
 
 @lru_cache(maxsize=64)
 def thought_marks(name: str) -> Marks | None:
     """The same of thoughts."""
-    if not name.startswith("{"):
-        return REASONING.get(name)
+    return read_form(MARKS_DECODER, name) if name.startswith("{") else REASONING.get(name)
+
+
+def read_form(decoder: msgspec.json.Decoder[T], text: str) -> T | None:
     try:
-        return MARKS_DECODER.decode(name)
-    except msgspec.MsgspecError:
+        return decoder.decode(text) if len(text) <= MAX_FORM else None
+    except (msgspec.MsgspecError, UnicodeEncodeError):
         return None
 
 

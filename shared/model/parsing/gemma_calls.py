@@ -4,8 +4,7 @@ import re
 from typing import Any
 
 from shared.model.json_text import MAX_DEPTH, read_json
-from shared.model.parsing.blocks import BlockCalls, Call
-from shared.model.parsing.pieces import find_first
+from shared.model.parsing.blocks import BlockCalls, Call, end_outside_strings
 
 GEMMA_STARTS = ("<start_function_call>", "<|tool_call>")
 GEMMA_ENDS = ("<end_function_call>", "<tool_call|>")
@@ -13,25 +12,14 @@ GEMMA_QUOTES = ("<escape>", '<|"|>')
 GEMMA_HEAD = re.compile(r"\s*call:([A-Za-z0-9_.-]+)\s*(?=\{)")
 GEMMA_BARE = re.compile(r"[^,{}\[\]<]+")
 SPACE = re.compile(r"\s*")
+gemma_end = end_outside_strings(
+    GEMMA_ENDS, "|".join(f"{quote}.*?{quote}" for quote in map(re.escape, GEMMA_QUOTES)), GEMMA_QUOTES
+)
 
 
 def gemma_calls(names: frozenset[str]) -> BlockCalls:
     """Parser of the calls of FunctionGemma and Gemma 4."""
-    return BlockCalls(names, GEMMA_STARTS, gemma_end, gemma_call)
-
-
-def gemma_end(text: str) -> tuple[int, str] | None:
-    """Find where the end marker is, and which."""
-    at = 0
-    while (found := find_first(text[at:], GEMMA_ENDS + GEMMA_QUOTES)) is not None:
-        at += found[0]
-        if found[1] in GEMMA_ENDS:
-            return at, found[1]
-        close = text.find(found[1], at + len(found[1]))
-        if close < 0:
-            return None
-        at = close + len(found[1])
-    return None
+    return BlockCalls(names, GEMMA_STARTS, GEMMA_ENDS, gemma_end, gemma_call)
 
 
 def gemma_call(text: str) -> list[Call] | None:

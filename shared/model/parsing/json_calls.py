@@ -7,13 +7,14 @@ marker and all, and what follows arguments that stop being JSON.
 """
 
 import re
-from functools import cache
+from functools import lru_cache
+from typing import Annotated
 
-from msgspec import Struct
+from msgspec import Meta, Struct
 
 from shared.model.json_text import read_json, write_json
 from shared.model.parsing.json_scanner import JsonScanner
-from shared.model.parsing.pieces import Piece, Prose, find_first, held_length, may_begin
+from shared.model.parsing.pieces import Mark, Piece, Prose, find_first, held_length, may_begin
 
 NAME = r"[A-Za-z0-9_.-]{1,128}"
 JSON_HEAD = re.compile(
@@ -22,6 +23,8 @@ JSON_HEAD = re.compile(
     + r')"\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)'
 )
 CALL_ID = "\x00"  # in the marks of a form: any call's identifier
+# One identifier, for the pattern of several takes exponential time
+NameMarks = Annotated[str, Meta(max_length=128, pattern=r"\A[^\x00]*\x00?[^\x00]*\Z")]
 MAX_HEAD = 512  # characters, of what stands before the arguments
 SEPARATORS = " \t\r\n[],;"
 
@@ -29,13 +32,13 @@ SEPARATORS = " \t\r\n[],;"
 class CallForm(Struct, frozen=True, tag="json"):
     """How a family of models marks its calls."""
 
-    starts: tuple[str, ...] = ()
-    ends: tuple[str, ...] = ()
-    between: tuple[str, ...] = ()  # marks before, between and behind the calls of a block
+    starts: tuple[Mark, ...] = ()
+    ends: tuple[Mark, ...] = ()
+    between: tuple[Mark, ...] = ()  # marks before, between and behind the calls of a block
     may_be_bare: bool = False  # an answer that begins with an object, or a list, may be a call without a marker
     has_names_first: bool = False  # name{…} or name[ARGS]{…}
-    before_name: str = ""  # marks of a name that comes first, which models may leave out
-    behind_name: str = ""
+    before_name: NameMarks = ""  # marks of a name that comes first, which models may leave out
+    behind_name: NameMarks = ""
     # False: a grammar had the model write calls alone, so an end that begins none is one that was cut off
     has_prose: bool = True
 
@@ -43,7 +46,7 @@ class CallForm(Struct, frozen=True, tag="json"):
         return JsonCalls(self, names)
 
 
-@cache
+@lru_cache(maxsize=64)
 def named_head(form: CallForm) -> re.Pattern[str]:
     """The text before the arguments of a call whose name comes first. A number of the call may follow the
     name."""

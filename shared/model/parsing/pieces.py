@@ -2,7 +2,11 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Annotated, Literal, Protocol
+
+from msgspec import Meta
+
+Mark = Annotated[str, Meta(min_length=1, max_length=128)]  # of a form that comes as JSON
 
 
 @dataclass(frozen=True, slots=True)

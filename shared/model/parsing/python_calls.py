@@ -8,15 +8,18 @@ from typing import Any
 
 from msgspec import Struct
 
-from shared.model.parsing.blocks import MAX_BLOCK, BlockCalls, Call, call_pieces
-from shared.model.parsing.pieces import Piece, Prose, may_begin
+from shared.model.parsing.blocks import MAX_BLOCK, BlockCalls, Call, call_pieces, end_outside_strings
+from shared.model.parsing.pieces import Mark, Piece, Prose, may_begin
 
 PYTHON_MARKERS = ("<|python_start|>", "<|python_end|>")
 PYTHON_HEAD = re.compile(r"\[\s*([A-Za-z_][\w.-]*)\s*\(")
 BEGUN_PYTHON_HEAD = re.compile(r"\[\s*(?:[A-Za-z_][\w.-]*\s*)?")
-PYTHON_STRING = r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*\""""
-# A string, or an argument whose name is a word of Python's own, which no call may have
-STRING_OR_KEYWORD = re.compile(rf"{PYTHON_STRING}|\b({'|'.join(keyword.kwlist)})(?=\s*=[^=])", re.DOTALL)
+PYTHON_STRING = "|".join(
+    rf"{quote}{quote}{quote}(?:[^\\]|\\.)*?{quote}{quote}{quote}|{quote}(?!{quote}{quote})(?:[^{quote}\\]|\\.)*{quote}"
+    for quote in "'\""
+)
+# A string, one that does not end, or an argument whose name is a word of Python's own, which no call may have
+STRING_OR_KEYWORD = re.compile(rf"{PYTHON_STRING}|['\"].*|\b({'|'.join(keyword.kwlist)})(?=\s*=[^=])", re.DOTALL)
 ESCAPED = "_word_"
 PYTHON_WORDS = {"true": True, "false": False, "null": None}
 
@@ -112,8 +115,9 @@ def python_calls(text: str) -> list[Call] | None:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", SyntaxWarning)  # of "\d" in a string
-            lines = [line.value for line in ast.parse(with_names(text).strip()).body if isinstance(line, ast.Expr)]
-        if not lines:
+            body = ast.parse(with_names(text).strip()).body
+        lines = [line.value for line in body if isinstance(line, ast.Expr)]
+        if not lines or len(lines) < len(body):
             return None
         nodes = lines[0].elts if len(lines) == 1 and isinstance(lines[0], ast.List) else lines
         return [python_call(node) for node in nodes] or None
@@ -162,17 +166,9 @@ def python_value(node: ast.expr) -> Any:
 class PythonForm(Struct, frozen=True, tag="python"):
     """The markers around calls as Python."""
 
-    start: str
-    end: str
+    start: Mark
+    end: Mark
 
     def parser(self, names: frozenset[str], texts: frozenset[str]) -> BlockCalls:  # noqa: ARG002
-        return BlockCalls(names, (self.start,), self._find_end, python_calls)
-
-    def _find_end(self, text: str) -> tuple[int, str] | None:
-        """Find where the end marker is: one in a string of an argument is a part of that."""
-        for token in re.finditer(rf"{PYTHON_STRING}|({re.escape(self.end)})|['\"]", text, re.DOTALL):
-            if token[1] is not None:
-                return token.start(), self.end
-            if len(token[0]) == 1:  # a string that has not ended yet
-                return None
-        return None
+        find_end = end_outside_strings((self.end,), PYTHON_STRING, ("'", '"'))
+        return BlockCalls(names, (self.start,), (self.end,), find_end, python_calls)

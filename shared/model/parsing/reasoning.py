@@ -2,14 +2,14 @@
 
 from msgspec import Struct
 
-from shared.model.parsing.pieces import Piece, find_first, held_length, may_begin
+from shared.model.parsing.pieces import Mark, Piece, find_first, held_length, may_begin
 
 
 class Marks(Struct, frozen=True):
     """How a family of models marks its thoughts."""
 
-    starts: tuple[str, ...]
-    ends: tuple[str, ...]
+    starts: tuple[Mark, ...]
+    ends: tuple[Mark, ...]
 
 
 class ReasoningParser:

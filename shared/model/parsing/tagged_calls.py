@@ -2,37 +2,39 @@
 `<tool_call><function=f><parameter=x>…</parameter></function></tool_call>`."""
 
 import re
-from functools import cache
-from typing import Any
+from functools import lru_cache
+from typing import Annotated, Any
 
-from msgspec import Struct
+from msgspec import Meta, Struct
 
 from shared.model.json_text import read_json
 from shared.model.parsing.blocks import BlockCalls, Call
+from shared.model.parsing.pieces import Mark
 
 NAME = re.compile(r"\s*([A-Za-z0-9_.-]{1,128})\s*")
 MAX_KEY = 128  # characters
 SPACE = re.compile(r"\s*")
+OptionalMark = Annotated[str, Meta(max_length=128)]
 
 
 class TaggedForm(Struct, frozen=True, tag="tagged"):
     """The marks of calls, in their order. White space around marks means nothing, but for a line's end on
     either side of a value."""
 
-    start: str
-    name_begin: str  # may be empty, as call_end may
-    name_end: str
-    key_begin: str
-    key_ends: tuple[str, ...]  # any of them, before the value
-    value_end: str
-    call_end: str
-    end: str
+    start: Mark
+    name_begin: OptionalMark
+    name_end: OptionalMark
+    key_begin: Mark
+    key_ends: Annotated[tuple[Mark, ...], Meta(min_length=1)]  # any of them, before the value
+    value_end: Mark
+    call_end: OptionalMark
+    end: Mark
     has_lines: bool = False  # a value stands on lines of its own
 
     def parser(self, names: frozenset[str], texts: frozenset[str]) -> BlockCalls:
         """texts: the parameters whose values are texts as they stand, as function.parameter; other values are
         JSON, if they parse as such."""
-        return BlockCalls(names, (self.start,), self._find_end, lambda block: self._read(block, texts))
+        return BlockCalls(names, (self.start,), (self.end,), self._find_end, lambda block: self._read(block, texts))
 
     def _find_end(self, text: str) -> tuple[int, str] | None:
         """Find where the end marker is. Within a value it is none: a call ends after its last mark."""
@@ -76,18 +78,18 @@ class TaggedForm(Struct, frozen=True, tag="tagged"):
         return space.end() + len(mark) if text.startswith(mark, space.end()) else -1
 
 
-@cache
+@lru_cache(maxsize=64)
 def block_end(form: TaggedForm) -> re.Pattern[str]:
     lasts = "|".join(re.escape(mark) for mark in (form.call_end, form.value_end) if mark)
     return re.compile(rf"(?:{lasts})\s*({re.escape(form.end)})")
 
 
-@cache
+@lru_cache(maxsize=64)
 def key_end_of(form: TaggedForm) -> re.Pattern[str]:
     return re.compile("|".join(map(re.escape, form.key_ends)))
 
 
-@cache
+@lru_cache(maxsize=64)
 def value_end_of(form: TaggedForm) -> re.Pattern[str]:
     """Such a mark within a value is a part of it: another argument follows the right one, or the call's end."""
     calls_end = rf"{re.escape(form.call_end)}\s*(?:{re.escape(form.name_begin)}|\Z)" if form.call_end else r"\Z"

@@ -22,7 +22,8 @@ from services.requests.dialects.responses.replay import MAX_WHOLE, PIECE, Replay
 from services.requests.errors import GONE, TOO_MUCH, draining
 from services.requests.store.admission.held import queue_delete, queue_rewrite
 from services.requests.store.client import redis_errors_as_503
-from services.requests.store.record import ResponseRecord, end_response, find_record
+from services.requests.store.ending import end_response
+from services.requests.store.record import ResponseRecord, find_record
 from services.requests.store.tenants.tenant import Tenant
 from services.requests.text.answers.schema_errors import schema_errors
 from services.requests.text.answers.sse import PING
