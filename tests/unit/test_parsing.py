@@ -328,6 +328,7 @@ BROKEN = [
     ("pythonic", "[add(a=1"),
     ("pythonic", "[nobody(a=1)]"),
     ("pythonic", "[add(a=1), nobody()]"),
+    ("pythonic", "[add(**b)]"),
     ("pythonic", "[add(a=" + "[" * 3000),
     ("gemma", "<start_function_call>call:add{a:<escape>x}<end_function_call>"),
     ("gemma", "<start_function_call>call:add{a:1<end_function_call>"),

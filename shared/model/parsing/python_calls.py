@@ -132,13 +132,17 @@ def with_names(text: str) -> str:
 
 def python_call(node: ast.expr) -> tuple[str, dict[str, Any]]:
     """Raises ValueError."""
-    if not isinstance(node, ast.Call) or node.args:
+    if not isinstance(node, ast.Call) or node.args or any(argument.arg is None for argument in node.keywords):
         raise ValueError("not a call with named arguments")
     return ast.unparse(node.func), {
-        argument.arg.removeprefix(ESCAPED): python_value(argument.value)
-        for argument in node.keywords
-        if argument.arg is not None
+        as_written(str(argument.arg)): python_value(argument.value) for argument in node.keywords
     }
+
+
+def as_written(name: str) -> str:
+    """The name of an argument, as it was before with_names."""
+    word = name.removeprefix(ESCAPED)
+    return word if keyword.iskeyword(word) else name
 
 
 def python_value(node: ast.expr) -> Any:
