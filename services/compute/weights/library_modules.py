@@ -311,7 +311,9 @@ class ModuleExchange:
                 return None
             rows = self.source.embedding((module.num_embeddings, module.embedding_dim), f"{name}.weight")
             return FileEmbedding(rows, getattr(module, "embed_scale", None))
-        if hasattr(module, "_apply_gate") and "down_proj" in module._parameters and not module.has_post_expert_norm:
+        # experts of the library's common interface, which says of each module what it has
+        has_experts = hasattr(module, "_apply_gate") and "down_proj" in module._parameters
+        if has_experts and not getattr(module, "has_post_expert_norm", True):
             return KernelExperts(self.experts(name, module), self.backend)
         return None
 
