@@ -90,6 +90,7 @@ REQUIRED = (
     "num_experts_per_tok",
     "moe_intermediate_size",
     "shared_expert_intermediate_size",
+    "n_shared_experts",
 )
 
 

@@ -23,22 +23,28 @@ _GEMMA = {"head_dim": 256, "tie_word_embeddings": True}
 _GEMMA3 = _GEMMA | _WINDOW | {"rope_theta": 1_000_000.0}
 
 DEFAULTS: dict[str, dict[str, Any]] = {
+    "Dots1ForCausalLM": _WINDOW | {"max_window_layers": 62, "first_k_dense_replace": 0},
     "Exaone4ForCausalLM": _EPS | _WINDOW,
+    "ExaoneMoeForCausalLM": _EPS
+    | _WINDOW
+    | {"norm_topk_prob": True, "routed_scaling_factor": 2.5, "first_k_dense_replace": 1, "num_shared_experts": 1},
     "Gemma2ForCausalLM": _GEMMA | _WINDOW | {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
     "Gemma3ForCausalLM": _GEMMA3,
     "Gemma3ForConditionalGeneration": _GEMMA3,
     "GemmaForCausalLM": _GEMMA,
     "Glm4MoeForCausalLM": _EPS
     | {"partial_rotary_factor": 0.5, "attention_out_bias": False, "norm_topk_prob": True}
-    | {"first_k_dense_replace": 1, "n_shared_experts": 1},
+    | {"first_k_dense_replace": 1},
     "GptOssForCausalLM": _EPS
     | {"head_dim": 64, "sliding_window": 128, "rope_theta": 150_000.0, "attention_bias": True},
     "InternLM3ForCausalLM": _EPS | _HEADS,
+    "MiniMaxM2ForCausalLM": _HEADS | {"rope_theta": 5_000_000.0},
     "MinistralForCausalLM": _WINDOW,
     "MistralForCausalLM": _WINDOW,
     "MixtralForCausalLM": _EPS | {"rope_theta": 1_000_000.0},
     "Olmo2ForCausalLM": _EPS,
     "Olmo3ForCausalLM": _EPS | _WINDOW | {"rope_theta": 500_000.0},
+    "OlmoeForCausalLM": _EPS,
     "Phi3ForCausalLM": _EPS,
     "Qwen2ForCausalLM": _WINDOW,
     "Qwen2MoeForCausalLM": _WINDOW,
@@ -139,9 +145,9 @@ def _packed(quantized: Config) -> Packed:
 
 def _rotary_share(config: Config) -> float:
     """How much of a head's dimensions rotates."""
-    share: float = (
-        (config.get("rope_parameters") or {}).get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0
-    )
+    by_size = config["rotary_dim"] / config["head_dim"] if config.get("rotary_dim") else 1.0
+    rope = config.get("rope_parameters") or {}
+    share: float = rope.get("partial_rotary_factor") or config.get("partial_rotary_factor") or by_size
     if not 0 < share <= 1:
         raise ValueError(f"partial_rotary_factor is {share}, not a share")
     return share
@@ -215,15 +221,39 @@ def _qwen_windows(config: Config) -> tuple[int | None, ...]:
 
 def _mixtral(config: Config, max_model_len: int) -> ModelConfig:
     """Mistral with a mixture of experts in each layer."""
-    read = _mistral(config, max_model_len)
+    return replace(_mistral(config, max_model_len), moe=_moe_of_all_layers(config, has_normalized_weights=True))
+
+
+def _moe_of_all_layers(config: Config, **router: Any) -> MoeConfig:
+    """router: the rest of RouterConfig."""
+    return MoeConfig(
+        num_experts=_num_experts(config),
+        router=RouterConfig(config["num_experts_per_tok"], **router),
+        intermediate_size=config["intermediate_size"],
+        sparse_layers=frozenset(range(config["num_hidden_layers"])),
+    )
+
+
+def _num_experts(config: Config) -> Any:
+    """transformers 5 writes num_experts as num_local_experts."""
+    return config["num_local_experts"] if "num_local_experts" in config else config["num_experts"]
+
+
+def _olmoe(config: Config, max_model_len: int) -> ModelConfig:
+    """OLMoE: norms of q and k over all heads together."""
+    if config.get("clip_qkv") is not None:
+        raise StartupError(f"config.json: clip_qkv {config['clip_qkv']} is not supported; null is")
+    moe = _moe_of_all_layers(config, has_normalized_weights=bool(config.get("norm_topk_prob", False)))
+    return replace(_llama(config, max_model_len), has_qk_norm=True, is_qk_norm_joint=True, moe=moe)
+
+
+def _minimax_m2(config: Config, max_model_len: int) -> ModelConfig:
+    """MiniMax M2: a part of a head rotates, and norms of q and k are over all heads together."""
     return replace(
-        read,
-        moe=MoeConfig(
-            num_experts=config["num_local_experts"],
-            router=RouterConfig(config["num_experts_per_tok"], has_normalized_weights=True),
-            intermediate_size=read.intermediate_size,
-            sparse_layers=frozenset(range(read.num_layers)),
-        ),
+        _llama(config, max_model_len, rotary_share=_rotary_share(config)),
+        has_qk_norm=True,
+        is_qk_norm_joint=True,
+        moe=_moe_of_all_layers(config, has_normalized_weights=True, has_sigmoid_scores=True, has_correction=True),
     )
 
 
@@ -256,11 +286,10 @@ def _qwen3_vl_moe(config: Config, max_model_len: int) -> ModelConfig:
 
 
 def _qwen_moe(config: Config) -> MoeConfig:
-    """Every decoder_sparse_step-th layer has a mixture, but for mlp_only_layers. transformers 5
-    writes num_experts as num_local_experts."""
+    """Every decoder_sparse_step-th layer has a mixture, but for mlp_only_layers."""
     plain, step = config.get("mlp_only_layers") or [], config.get("decoder_sparse_step", 1)
     return MoeConfig(
-        num_experts=config["num_experts"] if "num_experts" in config else config["num_local_experts"],
+        num_experts=_num_experts(config),
         router=RouterConfig(
             config["num_experts_per_tok"], has_normalized_weights=bool(config.get("norm_topk_prob", False))
         ),
@@ -277,6 +306,11 @@ def _glm4_moe(config: Config, max_model_len: int) -> ModelConfig:
     return replace(read, has_qk_norm=bool(config.get("use_qk_norm", False)), moe=_sigmoid_moe(config))
 
 
+def _dots1(config: Config, max_model_len: int) -> ModelConfig:
+    """dots.1: where there is a window, it is that of the layers from max_window_layers on."""
+    return replace(_qwen3(config | {"use_sliding_window": True}, max_model_len), moe=_sigmoid_moe(config))
+
+
 def _sigmoid_moe(config: Config) -> MoeConfig:
     """DeepSeek V3's router, in the layers after the first; and experts that all tokens have, which
     together are one larger."""
@@ -287,7 +321,7 @@ def _sigmoid_moe(config: Config) -> MoeConfig:
         num_experts=config["n_routed_experts"],
         router=RouterConfig(
             config["num_experts_per_tok"],
-            has_normalized_weights=bool(config["norm_topk_prob"]),
+            has_normalized_weights=bool(config.get("norm_topk_prob", False)),
             has_sigmoid_scores=True,
             has_correction=True,
             num_groups=config.get("n_group") or 1,
@@ -316,13 +350,7 @@ def _gpt_oss(config: Config, max_model_len: int) -> ModelConfig:
         activation="clamped_swiglu",
         has_sinks=True,
         sliding_windows=_windows(config, _layer_types(config, pattern=2)),
-        moe=MoeConfig(
-            num_experts=config["num_local_experts"] if "num_local_experts" in config else config["num_experts"],
-            router=RouterConfig(config["num_experts_per_tok"], has_normalized_weights=True),
-            intermediate_size=read.intermediate_size,
-            sparse_layers=frozenset(range(read.num_layers)),
-            has_bias=True,
-        ),
+        moe=replace(_moe_of_all_layers(config, has_normalized_weights=True), has_bias=True),
     )
 
 
@@ -430,6 +458,16 @@ def _exaone4(config: Config, max_model_len: int) -> ModelConfig:
     )
 
 
+def _exaone_moe(config: Config, max_model_len: int) -> ModelConfig:
+    """EXAONE 4's attention, with norms before attention and MLP, and mixtures."""
+    moe = _sigmoid_moe(
+        config | {"n_routed_experts": _num_experts(config), "n_shared_experts": config["num_shared_experts"]}
+    )
+    if kinds := config.get("mlp_layer_types"):
+        moe = replace(moe, sparse_layers=frozenset(layer for layer, kind in enumerate(kinds) if kind == "sparse"))
+    return replace(_exaone4(config, max_model_len), has_pre_norms=True, has_post_norms=False, moe=moe)
+
+
 def _granite(config: Config, max_model_len: int) -> ModelConfig:
     return replace(
         _llama(config, max_model_len),
@@ -485,7 +523,9 @@ TEXTS: dict[str, Callable[[Config, int], ModelConfig]] = {
 }
 
 ARCHITECTURES: dict[str, Callable[[Config, int], ModelConfig]] = {
+    "Dots1ForCausalLM": _dots1,
     "Exaone4ForCausalLM": _exaone4,
+    "ExaoneMoeForCausalLM": _exaone_moe,
     "Gemma2ForCausalLM": _gemma2,
     "Gemma3ForCausalLM": _gemma3,
     "Gemma3ForConditionalGeneration": _gemma3,
@@ -499,12 +539,14 @@ ARCHITECTURES: dict[str, Callable[[Config, int], ModelConfig]] = {
     "LlamaForCausalLM": _llama,
     "LlavaForConditionalGeneration": _llava,
     "LlavaNextForConditionalGeneration": _llava,
+    "MiniMaxM2ForCausalLM": _minimax_m2,
     "MinistralForCausalLM": _ministral,
     "Mistral3ForConditionalGeneration": _llava,
     "MistralForCausalLM": _mistral,
     "MixtralForCausalLM": _mixtral,
     "Olmo2ForCausalLM": _olmo2,
     "Olmo3ForCausalLM": _olmo3,
+    "OlmoeForCausalLM": _olmoe,
     "Phi3ForCausalLM": _phi3,
     "Qwen2ForCausalLM": _qwen2,
     "Qwen2MoeForCausalLM": _qwen2_moe,
