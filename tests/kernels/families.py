@@ -11,6 +11,8 @@ import torch
 from transformers import (
     AutoModelForCausalLM,
     Dots1Config,
+    Ernie4_5_MoeConfig,
+    Ernie4_5Config,
     Exaone4Config,
     ExaoneMoeConfig,
     Gemma2Config,
@@ -136,6 +138,10 @@ CONFIGS: dict[str, PretrainedConfig] = {
     ),
     "dots1": Dots1Config(
         **SIZES, head_dim=32, **MIXTURE, n_routed_experts=8, n_shared_experts=1, first_k_dense_replace=1
+    ),
+    "ernie4-5": Ernie4_5Config(**SIZES, head_dim=32, use_bias=True),
+    "ernie4-5-moe": Ernie4_5_MoeConfig(
+        **SIZES, head_dim=32, moe_intermediate_size=40, moe_k=3, moe_num_experts=8, moe_num_shared_experts=1
     ),
     "exaone-moe": ExaoneMoeConfig(
         **SIZES, head_dim=32, **MIXTURE, num_experts=8, sliding_window=24, layer_types=LOCAL_AND_GLOBAL

@@ -21,6 +21,7 @@ CASES = [
     *(("qwen2-moe", quantization, 0) for quantization in ("none", "w8a8", "w4", "nf4")),
     *(("glm4-moe", quantization, 0) for quantization in ("none", "w8a8")),
     ("minimax-m2", "none", 32),
+    ("ernie4-5-moe", "none", 0),
     ("qwen3", "none", 32),
     ("qwen3", "w8a8", 0),
     ("demo", "none", 0),

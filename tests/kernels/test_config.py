@@ -91,6 +91,8 @@ REQUIRED = (
     "moe_intermediate_size",
     "shared_expert_intermediate_size",
     "n_shared_experts",
+    "moe_num_experts",
+    "moe_k",
 )
 
 

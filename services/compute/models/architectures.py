@@ -5,13 +5,18 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from services.compute.backends.backend import RouterConfig
 from services.compute.backends.torch.reference import SWIGLU_ALPHA, SWIGLU_LIMIT
 from services.compute.models.config import PACKED_METHOD, ModelConfig, Packed
 from services.compute.models.library_errors import first_line
-from services.compute.models.moe import MoeConfig
+from services.compute.models.mixtures import (
+    deepseek_mixture,
+    ernie_mixture,
+    mixture_of_all_layers,
+    num_experts_of,
+    qwen_mixture,
+)
 from services.compute.models.rope import no_rope, read_rope
-from services.compute.models.sizes import LARGEST, check_size, check_sizes
+from services.compute.models.sizes import check_sizes
 from shared.process.errors import StartupError
 
 # what a config.json leaves out has the default of the model's class in transformers, where that is
@@ -19,11 +24,15 @@ from shared.process.errors import StartupError
 _EPS = {"rms_norm_eps": 1e-5}
 _WINDOW = {"sliding_window": 4096}
 _HEADS = {"head_dim": 128}
+_ERNIE = _EPS | {"rope_theta": 500_000.0, "tie_word_embeddings": True}
 _GEMMA = {"head_dim": 256, "tie_word_embeddings": True}
 _GEMMA3 = _GEMMA | _WINDOW | {"rope_theta": 1_000_000.0}
 
 DEFAULTS: dict[str, dict[str, Any]] = {
     "Dots1ForCausalLM": _WINDOW | {"max_window_layers": 62, "first_k_dense_replace": 0},
+    "Ernie4_5ForCausalLM": _ERNIE | _HEADS,
+    "Ernie4_5_MoeForCausalLM": _ERNIE
+    | {"moe_layer_start_index": 1, "moe_layer_end_index": -1, "moe_layer_interval": 1, "moe_num_shared_experts": 2},
     "Exaone4ForCausalLM": _EPS | _WINDOW,
     "ExaoneMoeForCausalLM": _EPS
     | _WINDOW
@@ -221,29 +230,14 @@ def _qwen_windows(config: Config) -> tuple[int | None, ...]:
 
 def _mixtral(config: Config, max_model_len: int) -> ModelConfig:
     """Mistral with a mixture of experts in each layer."""
-    return replace(_mistral(config, max_model_len), moe=_moe_of_all_layers(config, has_normalized_weights=True))
-
-
-def _moe_of_all_layers(config: Config, **router: Any) -> MoeConfig:
-    """router: the rest of RouterConfig."""
-    return MoeConfig(
-        num_experts=_num_experts(config),
-        router=RouterConfig(config["num_experts_per_tok"], **router),
-        intermediate_size=config["intermediate_size"],
-        sparse_layers=frozenset(range(config["num_hidden_layers"])),
-    )
-
-
-def _num_experts(config: Config) -> Any:
-    """transformers 5 writes num_experts as num_local_experts."""
-    return config["num_local_experts"] if "num_local_experts" in config else config["num_experts"]
+    return replace(_mistral(config, max_model_len), moe=mixture_of_all_layers(config, has_normalized_weights=True))
 
 
 def _olmoe(config: Config, max_model_len: int) -> ModelConfig:
     """OLMoE: norms of q and k over all heads together."""
     if config.get("clip_qkv") is not None:
         raise StartupError(f"config.json: clip_qkv {config['clip_qkv']} is not supported; null is")
-    moe = _moe_of_all_layers(config, has_normalized_weights=bool(config.get("norm_topk_prob", False)))
+    moe = mixture_of_all_layers(config, has_normalized_weights=bool(config.get("norm_topk_prob", False)))
     return replace(_llama(config, max_model_len), has_qk_norm=True, is_qk_norm_joint=True, moe=moe)
 
 
@@ -253,7 +247,7 @@ def _minimax_m2(config: Config, max_model_len: int) -> ModelConfig:
         _llama(config, max_model_len, rotary_share=_rotary_share(config)),
         has_qk_norm=True,
         is_qk_norm_joint=True,
-        moe=_moe_of_all_layers(config, has_normalized_weights=True, has_sigmoid_scores=True, has_correction=True),
+        moe=mixture_of_all_layers(config, has_normalized_weights=True, has_sigmoid_scores=True, has_correction=True),
     )
 
 
@@ -265,7 +259,7 @@ def _qwen2_moe(config: Config, max_model_len: int) -> ModelConfig:
         SLIDING if layer < first and layer % 2 == 0 else FULL for layer in range(num_layers)
     ]
     shared_size = config["shared_expert_intermediate_size"]
-    moe = replace(_qwen_moe(config), shared_intermediate_size=shared_size, has_shared_gate=shared_size != 0)
+    moe = replace(qwen_mixture(config), shared_intermediate_size=shared_size, has_shared_gate=shared_size != 0)
     return replace(
         _qwen2(config | {"layer_types": kinds}, max_model_len), has_qkv_bias=config.get("qkv_bias", True), moe=moe
     )
@@ -275,7 +269,7 @@ def _qwen3_moe(config: Config, max_model_len: int) -> ModelConfig:
     """A sliding window, where it is switched on, is all layers'."""
     read = _qwen3(config, max_model_len)
     window = config.get("sliding_window") if config.get("use_sliding_window", False) else None
-    return replace(read, sliding_windows=(window,) * read.num_layers, moe=_qwen_moe(config))
+    return replace(read, sliding_windows=(window,) * read.num_layers, moe=qwen_mixture(config))
 
 
 def _qwen3_vl_moe(config: Config, max_model_len: int) -> ModelConfig:
@@ -285,53 +279,15 @@ def _qwen3_vl_moe(config: Config, max_model_len: int) -> ModelConfig:
     return replace(read, moe=replace(read.moe, router=replace(read.moe.router, has_normalized_weights=True)))
 
 
-def _qwen_moe(config: Config) -> MoeConfig:
-    """Every decoder_sparse_step-th layer has a mixture, but for mlp_only_layers."""
-    plain, step = config.get("mlp_only_layers") or [], config.get("decoder_sparse_step", 1)
-    return MoeConfig(
-        num_experts=_num_experts(config),
-        router=RouterConfig(
-            config["num_experts_per_tok"], has_normalized_weights=bool(config.get("norm_topk_prob", False))
-        ),
-        intermediate_size=config["moe_intermediate_size"],
-        sparse_layers=frozenset(
-            layer for layer in range(config["num_hidden_layers"]) if layer not in plain and (layer + 1) % step == 0
-        ),
-    )
-
-
 def _glm4_moe(config: Config, max_model_len: int) -> ModelConfig:
     """GLM 4.5 to 4.7: a part of a head rotates."""
     read = _llama(config, max_model_len, rotary_share=_rotary_share(config))
-    return replace(read, has_qk_norm=bool(config.get("use_qk_norm", False)), moe=_sigmoid_moe(config))
+    return replace(read, has_qk_norm=bool(config.get("use_qk_norm", False)), moe=deepseek_mixture(config))
 
 
 def _dots1(config: Config, max_model_len: int) -> ModelConfig:
     """dots.1: where there is a window, it is that of the layers from max_window_layers on."""
-    return replace(_qwen3(config | {"use_sliding_window": True}, max_model_len), moe=_sigmoid_moe(config))
-
-
-def _sigmoid_moe(config: Config) -> MoeConfig:
-    """DeepSeek V3's router, in the layers after the first; and experts that all tokens have, which
-    together are one larger."""
-    for name in ("moe_intermediate_size", "n_shared_experts"):
-        check_size(name, config[name], LARGEST["intermediate_size"])
-    inter, num_layers = config["moe_intermediate_size"], config["num_hidden_layers"]
-    return MoeConfig(
-        num_experts=config["n_routed_experts"],
-        router=RouterConfig(
-            config["num_experts_per_tok"],
-            has_normalized_weights=bool(config.get("norm_topk_prob", False)),
-            has_sigmoid_scores=True,
-            has_correction=True,
-            num_groups=config.get("n_group") or 1,
-            num_active_groups=config.get("topk_group") or 1,
-            scaling=config.get("routed_scaling_factor", 1.0),
-        ),
-        intermediate_size=inter,
-        sparse_layers=frozenset(range(config["first_k_dense_replace"], num_layers)),
-        shared_intermediate_size=inter * config["n_shared_experts"],
-    )
+    return replace(_qwen3(config | {"use_sliding_window": True}, max_model_len), moe=deepseek_mixture(config))
 
 
 def _gpt_oss(config: Config, max_model_len: int) -> ModelConfig:
@@ -350,7 +306,7 @@ def _gpt_oss(config: Config, max_model_len: int) -> ModelConfig:
         activation="clamped_swiglu",
         has_sinks=True,
         sliding_windows=_windows(config, _layer_types(config, pattern=2)),
-        moe=replace(_moe_of_all_layers(config, has_normalized_weights=True), has_bias=True),
+        moe=replace(mixture_of_all_layers(config, has_normalized_weights=True), has_bias=True),
     )
 
 
@@ -460,12 +416,25 @@ def _exaone4(config: Config, max_model_len: int) -> ModelConfig:
 
 def _exaone_moe(config: Config, max_model_len: int) -> ModelConfig:
     """EXAONE 4's attention, with norms before attention and MLP, and mixtures."""
-    moe = _sigmoid_moe(
-        config | {"n_routed_experts": _num_experts(config), "n_shared_experts": config["num_shared_experts"]}
+    moe = deepseek_mixture(
+        config | {"n_routed_experts": num_experts_of(config), "n_shared_experts": config["num_shared_experts"]}
     )
     if kinds := config.get("mlp_layer_types"):
         moe = replace(moe, sparse_layers=frozenset(layer for layer, kind in enumerate(kinds) if kind == "sparse"))
     return replace(_exaone4(config, max_model_len), has_pre_norms=True, has_post_norms=False, moe=moe)
+
+
+def _ernie(config: Config, max_model_len: int) -> ModelConfig:
+    """ERNIE 4.5: neighbouring dimensions of a head rotate together."""
+    has_bias = bool(config.get("use_bias", False))
+    read = _llama(config | {"attention_bias": has_bias, "mlp_bias": has_bias}, max_model_len)
+    return replace(read, rotates_neighbours=True)
+
+
+def _ernie_moe(config: Config, max_model_len: int) -> ModelConfig:
+    if config.get("use_bias"):
+        raise StartupError("config.json: use_bias is not supported for mixtures")
+    return replace(_ernie(config, max_model_len), moe=ernie_mixture(config))
 
 
 def _granite(config: Config, max_model_len: int) -> ModelConfig:
@@ -524,6 +493,8 @@ TEXTS: dict[str, Callable[[Config, int], ModelConfig]] = {
 
 ARCHITECTURES: dict[str, Callable[[Config, int], ModelConfig]] = {
     "Dots1ForCausalLM": _dots1,
+    "Ernie4_5ForCausalLM": _ernie,
+    "Ernie4_5_MoeForCausalLM": _ernie_moe,
     "Exaone4ForCausalLM": _exaone4,
     "ExaoneMoeForCausalLM": _exaone_moe,
     "Gemma2ForCausalLM": _gemma2,
