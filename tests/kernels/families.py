@@ -10,7 +10,11 @@ from typing import Any
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    Dots1Config,
+    Ernie4_5_MoeConfig,
+    Ernie4_5Config,
     Exaone4Config,
+    ExaoneMoeConfig,
     Gemma2Config,
     Gemma3TextConfig,
     GemmaConfig,
@@ -19,12 +23,14 @@ from transformers import (
     GraniteConfig,
     InternLM3Config,
     LlamaConfig,
+    MiniMaxM2Config,
     Ministral3Config,
     MinistralConfig,
     MistralConfig,
     MixtralConfig,
     Olmo2Config,
     Olmo3Config,
+    OlmoeConfig,
     Phi3Config,
     PretrainedConfig,
     PreTrainedModel,
@@ -83,6 +89,7 @@ LONG_ROPE = {
 }
 LOCAL_ROPE = {"rope_type": "default", "rope_theta": 500.0}
 LOCAL_AND_GLOBAL = ["sliding_attention", "sliding_attention", "full_attention"]
+MIXTURE: dict[str, Any] = {"num_experts_per_tok": 3, "moe_intermediate_size": 40}
 GEMMA: dict[str, Any] = SIZES | {"head_dim": 32, "sliding_window": 24, "query_pre_attn_scalar": 20}
 
 CONFIGS: dict[str, PretrainedConfig] = {
@@ -128,15 +135,32 @@ CONFIGS: dict[str, PretrainedConfig] = {
     "glm4-moe": Glm4MoeConfig(
         **SIZES,
         head_dim=32,
+        **MIXTURE,
         use_qk_norm=True,
         n_routed_experts=8,
-        num_experts_per_tok=3,
-        moe_intermediate_size=40,
         n_shared_experts=2,
         routed_scaling_factor=2.5,
         n_group=4,
         topk_group=2,
     ),
+    "dots1": Dots1Config(
+        **SIZES, head_dim=32, **MIXTURE, n_routed_experts=8, n_shared_experts=1, first_k_dense_replace=1
+    ),
+    "ernie4-5": Ernie4_5Config(**SIZES, head_dim=32, use_bias=True),
+    "ernie4-5-moe": Ernie4_5_MoeConfig(
+        **SIZES, head_dim=32, moe_intermediate_size=40, moe_k=3, moe_num_experts=8, moe_num_shared_experts=1
+    ),
+    "exaone-moe": ExaoneMoeConfig(
+        **SIZES, head_dim=32, **MIXTURE, num_experts=8, sliding_window=24, layer_types=LOCAL_AND_GLOBAL
+    ),
+    "minimax-m2": MiniMaxM2Config(
+        **SIZES,
+        head_dim=64,
+        num_local_experts=8,
+        num_experts_per_tok=3,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
+    ),
+    "olmoe": OlmoeConfig(**SIZES, num_experts=8, num_experts_per_tok=3),
     "gpt-oss": GptOssConfig(
         **SIZES | {"num_attention_heads": 2, "num_key_value_heads": 1},
         head_dim=32,

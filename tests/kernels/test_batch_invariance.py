@@ -20,6 +20,8 @@ CASES = [
     *(("mistral-window", quantization, group) for quantization in ("none", "w8a8", "w4", "nf4") for group in (0, 32)),
     *(("qwen2-moe", quantization, 0) for quantization in ("none", "w8a8", "w4", "nf4")),
     *(("glm4-moe", quantization, 0) for quantization in ("none", "w8a8")),
+    ("minimax-m2", "none", 32),
+    ("ernie4-5-moe", "none", 0),
     ("qwen3", "none", 32),
     ("qwen3", "w8a8", 0),
     ("demo", "none", 0),

@@ -90,6 +90,9 @@ REQUIRED = (
     "num_experts_per_tok",
     "moe_intermediate_size",
     "shared_expert_intermediate_size",
+    "n_shared_experts",
+    "moe_num_experts",
+    "moe_k",
 )
 
 

@@ -2,6 +2,7 @@
 tokens, logits, and how the weights are kept.
 """
 
+import json
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from shared.process.errors import StartupError
 from tests.kernels.families import Engine
 from tests.kernels.quantized import (
     CONFIG,
@@ -324,3 +326,11 @@ def test_a_checkpoint_computes_what_its_weights_mean(
         torch.testing.assert_close(torch.stack(engine.logits[number]), logits, atol=1e-4, rtol=1e-4)
         error = (native.logits[number][0] - logits[0]).pow(2).mean().sqrt() / logits[0].pow(2).mean().sqrt()
         assert error < 0.08
+
+
+def test_q_and_k_that_must_be_rearranged_are_dense(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, layers_only(awq(32)), awq_config(32))
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"architectures": ["Ernie4_5ForCausalLM"]}))
+    with pytest.raises(StartupError, match=r"self_attn\.q_proj\.weight is .*; of a model in which neighbouring"):
+        Engine(tmp_path)

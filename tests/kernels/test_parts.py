@@ -342,6 +342,7 @@ def check_model(location: Path, *, quantization: str = "none") -> None:
         "gpt-oss",
         "qwen2-moe",
         "glm4-moe",
+        "ernie4-5",
         "mixtral",
         "olmo2",
         "granite",

@@ -5,13 +5,18 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from services.compute.backends.backend import RouterConfig
 from services.compute.backends.torch.reference import SWIGLU_ALPHA, SWIGLU_LIMIT
 from services.compute.models.config import PACKED_METHOD, ModelConfig, Packed, QueryTemperature
 from services.compute.models.library_errors import first_line
-from services.compute.models.moe import MoeConfig
+from services.compute.models.mixtures import (
+    deepseek_mixture,
+    ernie_mixture,
+    mixture_of_all_layers,
+    num_experts_of,
+    qwen_mixture,
+)
 from services.compute.models.rope import no_rope, read_rope
-from services.compute.models.sizes import LARGEST, check_size, check_sizes
+from services.compute.models.sizes import check_sizes
 from shared.process.errors import StartupError
 
 # what a config.json leaves out has the default of the model's class in transformers, where that is
@@ -19,27 +24,37 @@ from shared.process.errors import StartupError
 _EPS = {"rms_norm_eps": 1e-5}
 _WINDOW = {"sliding_window": 4096}
 _HEADS = {"head_dim": 128}
+_ERNIE = _EPS | {"rope_theta": 500_000.0, "tie_word_embeddings": True}
 _GEMMA = {"head_dim": 256, "tie_word_embeddings": True}
 _GEMMA3 = _GEMMA | _WINDOW | {"rope_theta": 1_000_000.0}
 
 DEFAULTS: dict[str, dict[str, Any]] = {
+    "Dots1ForCausalLM": _WINDOW | {"max_window_layers": 62, "first_k_dense_replace": 0},
+    "Ernie4_5ForCausalLM": _ERNIE | _HEADS,
+    "Ernie4_5_MoeForCausalLM": _ERNIE
+    | {"moe_layer_start_index": 1, "moe_layer_end_index": -1, "moe_layer_interval": 1, "moe_num_shared_experts": 2},
     "Exaone4ForCausalLM": _EPS | _WINDOW,
+    "ExaoneMoeForCausalLM": _EPS
+    | _WINDOW
+    | {"norm_topk_prob": True, "routed_scaling_factor": 2.5, "first_k_dense_replace": 1, "num_shared_experts": 1},
     "Gemma2ForCausalLM": _GEMMA | _WINDOW | {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
     "Gemma3ForCausalLM": _GEMMA3,
     "Gemma3ForConditionalGeneration": _GEMMA3,
     "GemmaForCausalLM": _GEMMA,
     "Glm4MoeForCausalLM": _EPS
     | {"partial_rotary_factor": 0.5, "attention_out_bias": False, "norm_topk_prob": True}
-    | {"first_k_dense_replace": 1, "n_shared_experts": 1},
+    | {"first_k_dense_replace": 1},
     "GptOssForCausalLM": _EPS
     | {"head_dim": 64, "sliding_window": 128, "rope_theta": 150_000.0, "attention_bias": True},
     "InternLM3ForCausalLM": _EPS | _HEADS,
     "Ministral3ForCausalLM": _EPS | _HEADS,
+    "MiniMaxM2ForCausalLM": _HEADS | {"rope_theta": 5_000_000.0},
     "MinistralForCausalLM": _WINDOW,
     "MistralForCausalLM": _WINDOW,
     "MixtralForCausalLM": _EPS | {"rope_theta": 1_000_000.0},
     "Olmo2ForCausalLM": _EPS,
     "Olmo3ForCausalLM": _EPS | _WINDOW | {"rope_theta": 500_000.0},
+    "OlmoeForCausalLM": _EPS,
     "Phi3ForCausalLM": _EPS,
     "Qwen2ForCausalLM": _WINDOW,
     "Qwen2MoeForCausalLM": _WINDOW,
@@ -149,9 +164,9 @@ def _packed(quantized: Config) -> Packed:
 
 def _rotary_share(config: Config) -> float:
     """How much of a head's dimensions rotates."""
-    share: float = (
-        (config.get("rope_parameters") or {}).get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0
-    )
+    by_size = config["rotary_dim"] / config["head_dim"] if config.get("rotary_dim") else 1.0
+    rope = config.get("rope_parameters") or {}
+    share: float = rope.get("partial_rotary_factor") or config.get("partial_rotary_factor") or by_size
     if not 0 < share <= 1:
         raise ValueError(f"partial_rotary_factor is {share}, not a share")
     return share
@@ -235,15 +250,24 @@ def _qwen_windows(config: Config) -> tuple[int | None, ...]:
 
 def _mixtral(config: Config, max_model_len: int) -> ModelConfig:
     """Mistral with a mixture of experts in each layer."""
-    read = _mistral(config, max_model_len)
+    return replace(_mistral(config, max_model_len), moe=mixture_of_all_layers(config, has_normalized_weights=True))
+
+
+def _olmoe(config: Config, max_model_len: int) -> ModelConfig:
+    """OLMoE: norms of q and k over all heads together."""
+    if config.get("clip_qkv") is not None:
+        raise StartupError(f"config.json: clip_qkv {config['clip_qkv']} is not supported; null is")
+    moe = mixture_of_all_layers(config, has_normalized_weights=bool(config.get("norm_topk_prob", False)))
+    return replace(_llama(config, max_model_len), has_qk_norm=True, is_qk_norm_joint=True, moe=moe)
+
+
+def _minimax_m2(config: Config, max_model_len: int) -> ModelConfig:
+    """MiniMax M2: a part of a head rotates, and norms of q and k are over all heads together."""
     return replace(
-        read,
-        moe=MoeConfig(
-            num_experts=config["num_local_experts"],
-            router=RouterConfig(config["num_experts_per_tok"], has_normalized_weights=True),
-            intermediate_size=read.intermediate_size,
-            sparse_layers=frozenset(range(read.num_layers)),
-        ),
+        _llama(config, max_model_len, rotary_share=_rotary_share(config)),
+        has_qk_norm=True,
+        is_qk_norm_joint=True,
+        moe=mixture_of_all_layers(config, has_normalized_weights=True, has_sigmoid_scores=True, has_correction=True),
     )
 
 
@@ -255,7 +279,7 @@ def _qwen2_moe(config: Config, max_model_len: int) -> ModelConfig:
         SLIDING if layer < first and layer % 2 == 0 else FULL for layer in range(num_layers)
     ]
     shared_size = config["shared_expert_intermediate_size"]
-    moe = replace(_qwen_moe(config), shared_intermediate_size=shared_size, has_shared_gate=shared_size != 0)
+    moe = replace(qwen_mixture(config), shared_intermediate_size=shared_size, has_shared_gate=shared_size != 0)
     return replace(
         _qwen2(config | {"layer_types": kinds}, max_model_len), has_qkv_bias=config.get("qkv_bias", True), moe=moe
     )
@@ -265,7 +289,7 @@ def _qwen3_moe(config: Config, max_model_len: int) -> ModelConfig:
     """A sliding window, where it is switched on, is all layers'."""
     read = _qwen3(config, max_model_len)
     window = config.get("sliding_window") if config.get("use_sliding_window", False) else None
-    return replace(read, sliding_windows=(window,) * read.num_layers, moe=_qwen_moe(config))
+    return replace(read, sliding_windows=(window,) * read.num_layers, moe=qwen_mixture(config))
 
 
 def _qwen3_vl_moe(config: Config, max_model_len: int) -> ModelConfig:
@@ -275,49 +299,15 @@ def _qwen3_vl_moe(config: Config, max_model_len: int) -> ModelConfig:
     return replace(read, moe=replace(read.moe, router=replace(read.moe.router, has_normalized_weights=True)))
 
 
-def _qwen_moe(config: Config) -> MoeConfig:
-    """Every decoder_sparse_step-th layer has a mixture, but for mlp_only_layers. transformers 5
-    writes num_experts as num_local_experts."""
-    plain, step = config.get("mlp_only_layers") or [], config.get("decoder_sparse_step", 1)
-    return MoeConfig(
-        num_experts=config["num_experts"] if "num_experts" in config else config["num_local_experts"],
-        router=RouterConfig(
-            config["num_experts_per_tok"], has_normalized_weights=bool(config.get("norm_topk_prob", False))
-        ),
-        intermediate_size=config["moe_intermediate_size"],
-        sparse_layers=frozenset(
-            layer for layer in range(config["num_hidden_layers"]) if layer not in plain and (layer + 1) % step == 0
-        ),
-    )
-
-
 def _glm4_moe(config: Config, max_model_len: int) -> ModelConfig:
     """GLM 4.5 to 4.7: a part of a head rotates."""
     read = _llama(config, max_model_len, rotary_share=_rotary_share(config))
-    return replace(read, has_qk_norm=bool(config.get("use_qk_norm", False)), moe=_sigmoid_moe(config))
+    return replace(read, has_qk_norm=bool(config.get("use_qk_norm", False)), moe=deepseek_mixture(config))
 
 
-def _sigmoid_moe(config: Config) -> MoeConfig:
-    """DeepSeek V3's router, in the layers after the first; and experts that all tokens have, which
-    together are one larger."""
-    for name in ("moe_intermediate_size", "n_shared_experts"):
-        check_size(name, config[name], LARGEST["intermediate_size"])
-    inter, num_layers = config["moe_intermediate_size"], config["num_hidden_layers"]
-    return MoeConfig(
-        num_experts=config["n_routed_experts"],
-        router=RouterConfig(
-            config["num_experts_per_tok"],
-            has_normalized_weights=bool(config["norm_topk_prob"]),
-            has_sigmoid_scores=True,
-            has_correction=True,
-            num_groups=config.get("n_group") or 1,
-            num_active_groups=config.get("topk_group") or 1,
-            scaling=config.get("routed_scaling_factor", 1.0),
-        ),
-        intermediate_size=inter,
-        sparse_layers=frozenset(range(config["first_k_dense_replace"], num_layers)),
-        shared_intermediate_size=inter * config["n_shared_experts"],
-    )
+def _dots1(config: Config, max_model_len: int) -> ModelConfig:
+    """dots.1: where there is a window, it is that of the layers from max_window_layers on."""
+    return replace(_qwen3(config | {"use_sliding_window": True}, max_model_len), moe=deepseek_mixture(config))
 
 
 def _gpt_oss(config: Config, max_model_len: int) -> ModelConfig:
@@ -336,13 +326,7 @@ def _gpt_oss(config: Config, max_model_len: int) -> ModelConfig:
         activation="clamped_swiglu",
         has_sinks=True,
         sliding_windows=_windows(config, _layer_types(config, pattern=2)),
-        moe=MoeConfig(
-            num_experts=config["num_local_experts"] if "num_local_experts" in config else config["num_experts"],
-            router=RouterConfig(config["num_experts_per_tok"], has_normalized_weights=True),
-            intermediate_size=read.intermediate_size,
-            sparse_layers=frozenset(range(read.num_layers)),
-            has_bias=True,
-        ),
+        moe=replace(mixture_of_all_layers(config, has_normalized_weights=True), has_bias=True),
     )
 
 
@@ -450,6 +434,29 @@ def _exaone4(config: Config, max_model_len: int) -> ModelConfig:
     )
 
 
+def _exaone_moe(config: Config, max_model_len: int) -> ModelConfig:
+    """EXAONE 4's attention, with norms before attention and MLP, and mixtures."""
+    moe = deepseek_mixture(
+        config | {"n_routed_experts": num_experts_of(config), "n_shared_experts": config["num_shared_experts"]}
+    )
+    if kinds := config.get("mlp_layer_types"):
+        moe = replace(moe, sparse_layers=frozenset(layer for layer, kind in enumerate(kinds) if kind == "sparse"))
+    return replace(_exaone4(config, max_model_len), has_pre_norms=True, has_post_norms=False, moe=moe)
+
+
+def _ernie(config: Config, max_model_len: int) -> ModelConfig:
+    """ERNIE 4.5: neighbouring dimensions of a head rotate together."""
+    has_bias = bool(config.get("use_bias", False))
+    read = _llama(config | {"attention_bias": has_bias, "mlp_bias": has_bias}, max_model_len)
+    return replace(read, rotates_neighbours=True)
+
+
+def _ernie_moe(config: Config, max_model_len: int) -> ModelConfig:
+    if config.get("use_bias"):
+        raise StartupError("config.json: use_bias is not supported for mixtures")
+    return replace(_ernie(config, max_model_len), moe=ernie_mixture(config))
+
+
 def _granite(config: Config, max_model_len: int) -> ModelConfig:
     return replace(
         _llama(config, max_model_len),
@@ -506,7 +513,11 @@ TEXTS: dict[str, Callable[[Config, int], ModelConfig]] = {
 }
 
 ARCHITECTURES: dict[str, Callable[[Config, int], ModelConfig]] = {
+    "Dots1ForCausalLM": _dots1,
+    "Ernie4_5ForCausalLM": _ernie,
+    "Ernie4_5_MoeForCausalLM": _ernie_moe,
     "Exaone4ForCausalLM": _exaone4,
+    "ExaoneMoeForCausalLM": _exaone_moe,
     "Gemma2ForCausalLM": _gemma2,
     "Gemma3ForCausalLM": _gemma3,
     "Gemma3ForConditionalGeneration": _gemma3,
@@ -521,12 +532,14 @@ ARCHITECTURES: dict[str, Callable[[Config, int], ModelConfig]] = {
     "LlavaForConditionalGeneration": _llava,
     "LlavaNextForConditionalGeneration": _llava,
     "Ministral3ForCausalLM": _ministral3,
+    "MiniMaxM2ForCausalLM": _minimax_m2,
     "MinistralForCausalLM": _ministral,
     "Mistral3ForConditionalGeneration": _llava,
     "MistralForCausalLM": _mistral,
     "MixtralForCausalLM": _mixtral,
     "Olmo2ForCausalLM": _olmo2,
     "Olmo3ForCausalLM": _olmo3,
+    "OlmoeForCausalLM": _olmoe,
     "Phi3ForCausalLM": _phi3,
     "Qwen2ForCausalLM": _qwen2,
     "Qwen2MoeForCausalLM": _qwen2_moe,

@@ -68,6 +68,7 @@ class ModelConfig:
     has_post_norms: bool = False  # of what comes out, before it is added to the residual
     norm_offset: float = 0.0  # a norm multiplies by this + its weight
     has_fused_projections: bool = False  # q, k and v are one tensor of the checkpoint, gate and up another
+    rotates_neighbours: bool = False  # a head's dimensions 2i and 2i + 1 of the checkpoint; else i and i + half
     embedding_multiplier: float = 1.0
     residual_multiplier: float = 1.0  # of what attention and MLP add to the residual
     logits_multiplier: float = 1.0

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from services.compute.backends.backend import Backend, LayerWeights, Linear, Norms
 from services.compute.backends.host_memory import give_back_free_memory
-from services.compute.backends.matrix import Dense, concatenate
+from services.compute.backends.matrix import Dense, Matrix, concatenate
 from services.compute.models.config import IN_EIGHT_BITS, ModelConfig, Packed
 from services.compute.models.decoder import EmbeddingRows, ModelWeights
 from services.compute.models.moe import Expert, MoeConfig, MoeMlp, Router, SharedExpert
@@ -32,8 +32,12 @@ from shared.process.telemetry import get_logger
 
 log = get_logger("penstock.compute")
 
-# of a router, by its name in a mixture: most families', and MiniMax M2's
-CORRECTIONS = ("gate.e_score_correction_bias", "e_score_correction_bias")
+# of a router, by its name in a mixture: most families', MiniMax M2's, and ERNIE's
+CORRECTIONS = (
+    "gate.e_score_correction_bias",
+    "e_score_correction_bias",
+    "moe_statics.e_score_correction_bias",
+)
 
 
 def open_source(location: Path, config: ModelConfig, backend: Backend) -> SafetensorsSource | GgufSource:
@@ -232,6 +236,7 @@ class Loader:
                 [(size, hidden) for size in (q_size, kv_size, kv_size)],
                 config.has_qkv_bias,
                 parts=heads,
+                num_rotated=2 if config.rotates_neighbours else 0,
             ),
             output=self.columns(
                 prefix + "output.",
@@ -302,7 +307,8 @@ class Loader:
     def correction(self, block: str, moe: MoeConfig) -> Tensor:
         """A router's, [experts] float32."""
         name = next((name for name in CORRECTIONS if self.source.has(block + name)), CORRECTIONS[0])
-        return self.source.dense(block + name, (moe.num_experts,), dtype=torch.float32)
+        shape = (1, moe.num_experts) if name == CORRECTIONS[2] else (moe.num_experts,)
+        return self.source.dense(block + name, shape, dtype=torch.float32).flatten()
 
     def one_expert(self, prefix: str, block: str, number: int, moe: MoeConfig) -> Expert:
         which = ("w1", "w3", "w2") if block.endswith("block_sparse_moe.") else ("gate_proj", "up_proj", "down_proj")
@@ -406,10 +412,12 @@ class Loader:
         is_gated: bool = False,
         quantization: str | None = None,
         parts: Sequence[range] | None = None,
+        num_rotated: int = 0,
     ) -> Linear | None:
         """A layer of several matrices with the same inputs, each a source's or all one source's: of
         these parts of their outputs, or of all. It is quantized like most layers unless it says how.
-        None: the parts are empty."""
+        num_rotated: how many, from the first on, are of heads whose neighbouring dimensions rotate
+        together. None: the parts are empty."""
         if parts is not None and not any(parts):
             return None
         rows = None if parts is None or self.share.size == 1 else parts
@@ -425,6 +433,10 @@ class Loader:
         biases = (
             [self.source.dense(source + "bias", shape[:1], some) for source, shape, some in read] if has_bias else []
         )
+        for number in range(num_rotated):
+            matrices[number] = self.in_halves(matrices[number], sources[number])
+            if biases:
+                biases[number] = in_halves(biases[number], self.config.head_dim)
         bias = torch.cat(biases) if biases else None
         joined = concatenate(matrices, self.backend.dtype)
         # where a backend has no layers of several forms, all of them are widened
@@ -439,6 +451,15 @@ class Loader:
             activation=self.config.activation,
             whole_n=sum(shape[0] for shape in shapes),
         )
+
+    def in_halves(self, matrix: Matrix, name: str) -> Dense:
+        """The rows of q or k in the order that the kernels rotate. Raises StartupError."""
+        if not isinstance(matrix, Dense):
+            raise StartupError(
+                f"{self.source.folder}: {name}weight is {matrix}; of a model in which neighbouring dimensions rotate "
+                "together only dense weights of q and k are read"
+            )
+        return Dense(in_halves(matrix.weight, self.config.head_dim))
 
     def restored(
         self, name: str, shapes: list[tuple[int, int]], has_bias: bool, *, is_gated: bool, rows: Sequence[range] | None
@@ -455,6 +476,12 @@ class Loader:
             )
         except ValueError as error:
             raise StartupError(f"{self.source.folder}: {name.rstrip('.')}: {error}") from None
+
+
+def in_halves(rows: Tensor, head_dim: int) -> Tensor:
+    """Each head's rows with even numbers, then those with odd ones: what turned with its neighbour turns
+    with the one half a head away, and q . k stays. rows: [heads * head_dim, ...]."""
+    return rows.view(-1, head_dim // 2, 2, *rows.shape[1:]).transpose(1, 2).flatten(0, 2)
 
 
 def scaled(part: range, factor: int) -> range:
