@@ -56,11 +56,11 @@ def test_half_handshakes_keep_nobody_out(
             with httpx.Client(
                 transport=httpx.HTTPTransport(verify=context, local_address="127.0.0.2"), timeout=60
             ) as other:
-                assert other.get(f"https://localhost:{port}/health").status_code == 200
+                assert other.get(f"https://localhost:{port}/v1/models").status_code == 200
         assert before.get("/v1/models").status_code == 200, "who had a connection has it still"
         assert [read_all(sock) for sock in half] == [b""] * MANY, "all of them end"
         assert (
-            httpx.get(f"https://localhost:{port}/health", verify=context, timeout=60, trust_env=False).status_code
+            httpx.get(f"https://localhost:{port}/v1/models", verify=context, timeout=60, trust_env=False).status_code
             == 200
         )
 

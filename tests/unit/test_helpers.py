@@ -189,14 +189,24 @@ def test_one_tenant_has_all_helpers_until_others_come(tmp_path: Path) -> None:
     with_pool(use)
 
 
-def test_what_is_slow_gives_its_helper_back_and_still_ends(tmp_path: Path) -> None:
+def quick_are_all_but(monkeypatch: pytest.MonkeyPatch, tenants: str) -> None:
+    """Questions of other tenants never count as slow: on a busy machine a quick one takes long, too."""
+    left_s = HelperPool._left_s
+    monkeypatch.setattr(
+        HelperPool, "_left_s", lambda pool, asked: left_s(pool, asked) if asked.tenant_id in tenants else 3600.0
+    )
+
+
+def test_what_is_slow_gives_its_helper_back_and_still_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    quick_are_all_but(monkeypatch, "abcd")
+
     async def use(pool: HelperPool) -> None:
         slow = [
             asyncio.create_task(pool.ask(tenant, f"wait {tmp_path / 'go'}".encode(), limit_s=90)) for tenant in "abcd"
         ]
         await all_are_at_work(pool)
         for _ in range(5):
-            await pool.ask("quick", b"look", limit_s=30)
+            await pool.ask("e", b"look", limit_s=30)
         (tmp_path / "go").touch()
         await asyncio.gather(*slow)
 
@@ -213,13 +223,15 @@ def test_the_time_counts_from_the_asking_on() -> None:
         )
         assert {type(each) for each in found} == {TimeoutError, Rejected}
         assert time.monotonic() - began < 20, "not one after the other"
-        assert await pool.ask("", b"look", limit_s=1.0) == ["look"]
+        pool.within_s = 60.0
+        assert await pool.ask("", b"look", limit_s=30) == ["look"]
 
     with_pool(use, within_s=1.0)
 
 
 def test_a_tenant_s_slow_checks_hold_no_other_s_answer_back(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(answers, "CHECK_TIMEOUT_S", 3600.0)  # the order is what counts
+    quick_are_all_but(monkeypatch, "a")
 
     async def run() -> None:
         checker = AnswerChecker()
@@ -237,7 +249,7 @@ def test_a_tenant_s_slow_checks_hold_no_other_s_answer_back(monkeypatch: pytest.
         ] == "not checked: it is nested deeper than 128 levels"
         await checker.helpers.stop()
 
-    asyncio.run(run())
+    asyncio.run(asyncio.wait_for(run(), 300))
 
 
 def test_a_kept_child_answers_until_one_of_its_questions_ends_it() -> None:
