@@ -16,7 +16,7 @@ from services.compute.models.mixtures import (
     qwen_mixture,
 )
 from services.compute.models.rope import no_rope, read_rope
-from services.compute.models.sizes import check_sizes
+from services.compute.models.sizes import LARGEST, check_size, check_sizes
 from shared.process.errors import StartupError
 
 # what a config.json leaves out has the default of the model's class in transformers, where that is
