@@ -27,7 +27,7 @@ from typing import Any
 
 # The stages of "light" never see torch: the tokenizer makes its import fail.
 KINDS = {"light": ("gateway", "jobs", "sampler", "tokenizer"), "compute": ("compute", "encoder")}
-PATIENT_GATEWAY = "tests.patient_gateway"  # of "light", too
+GATEWAY = "tests.gateway_of_tests"  # of "light", too
 # What their `main` imports only when its settings are good: torch takes a second of a core. transformers stays out
 # of "compute": it loads triton, whose objects, if they are frozen, complain at the end of every stage.
 LATE = {
@@ -103,7 +103,7 @@ class ForkedProcess:
 
 def start(module: str, environment: dict[str, str], log: Path, *arguments: str) -> ForkedProcess:
     """Run `module` as `python -m` would, its output appended to `log`."""
-    is_light = module.startswith(("services.operator.", PATIENT_GATEWAY))
+    is_light = module.startswith(("services.operator.", GATEWAY))
     is_light |= module.removeprefix("services.") in KINDS["light"]
     kind = "light" if is_light else "compute"
     connection = socket.socket(socket.AF_UNIX)

@@ -174,6 +174,7 @@ def helper(gateways: Deployment) -> list[psutil.Process]:
 
 def test_a_helper_that_dies_costs_nobody_a_request_and_it_dies_with_its_gateway(gateways: Deployment) -> None:
     content = b'{"model":"m","prompt":[1,"x"],"user":"' + LONG[:4000].encode() + b'"' + b" " * MIB + b"}"
+    assert refused(post(gateways, content))[0] == "prompt[1]"
     [before] = helper(gateways)
     before.kill()
     assert refused(post(gateways, content))[0] == "prompt[1]"

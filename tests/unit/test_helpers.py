@@ -7,7 +7,7 @@ import pwd
 import subprocess
 import sys
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -189,7 +189,7 @@ def test_one_tenant_has_all_helpers_until_others_come(tmp_path: Path) -> None:
     with_pool(use)
 
 
-def quick_are_all_but(monkeypatch: pytest.MonkeyPatch, tenants: str) -> None:
+def quick_are_all_but(monkeypatch: pytest.MonkeyPatch, tenants: Collection[str]) -> None:
     """Questions of other tenants never count as slow: on a busy machine a quick one takes long, too."""
     left_s = HelperPool._left_s
     monkeypatch.setattr(
