@@ -27,6 +27,12 @@ _HEADS = {"head_dim": 128}
 _ERNIE = _EPS | {"rope_theta": 500_000.0, "tie_word_embeddings": True}
 _GEMMA = {"head_dim": 256, "tie_word_embeddings": True}
 _GEMMA3 = _GEMMA | _WINDOW | {"rope_theta": 1_000_000.0}
+_YARN = {"rope_type": "yarn", "factor": 16.0, "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0}
+_MINISTRAL3_ROPE = _YARN | {
+    "rope_theta": 1_000_000.0,
+    "original_max_position_embeddings": 16384,
+    "llama_4_scaling_beta": 0.1,
+}
 
 DEFAULTS: dict[str, dict[str, Any]] = {
     "Dots1ForCausalLM": _WINDOW | {"max_window_layers": 62, "first_k_dense_replace": 0},
@@ -47,7 +53,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "GptOssForCausalLM": _EPS
     | {"head_dim": 64, "sliding_window": 128, "rope_theta": 150_000.0, "attention_bias": True},
     "InternLM3ForCausalLM": _EPS | _HEADS,
-    "Ministral3ForCausalLM": _EPS | _HEADS,
+    "Ministral3ForCausalLM": _EPS | _HEADS | {"rope_parameters": _MINISTRAL3_ROPE},
     "MiniMaxM2ForCausalLM": _HEADS | {"rope_theta": 5_000_000.0},
     "MinistralForCausalLM": _WINDOW,
     "MistralForCausalLM": _WINDOW,
