@@ -90,7 +90,7 @@ class Writer:
     def write(self, kind: Kind, *, chat_template: str = "") -> Path:
         """All of the model, its matrices in blocks of that type, and its parameters set to what the blocks mean."""
         self.metadata()
-        add_tokenizer(self.writer, self.config.vocab_size)
+        self.tokenizer()
         if chat_template:
             self.writer.add_chat_template(chat_template)
         self.rope_factors()
@@ -104,6 +104,9 @@ class Writer:
         self.writer.write_tensors_to_file()
         self.writer.close()
         return self.path
+
+    def tokenizer(self) -> None:
+        add_tokenizer(self.writer, self.config.vocab_size)
 
     def metadata(self) -> None:
         config, writer = self.config, self.writer

@@ -10,11 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModel, AutoModelForMaskedLM, AutoTokenizer
+from transformers import AutoModel, AutoModelForMaskedLM, AutoTokenizer, BertTokenizer
 
 from shared.model.files import DEMO_MODEL
 from tests.deployment import MODEL, Deployment
 from tests.kernels.test_embeddings import ENCODERS, save_word_tokenizer
+from tests.kernels.test_gguf_encoders import VOCABULARY, make
 from tests.stages.test_deaths import start_fragile
 from tests.waiting import wait_until
 
@@ -149,3 +150,15 @@ def test_an_encoder_makes_embeddings_and_no_text(deployment: Deployment, tmp_pat
         path = "/v1/embeddings" if "input" in wrong else "/v1/completions"
         refused = deployment.post(path, {"model": "encoder"} | wrong)
         assert (refused.status_code, refused.json()["error"]["code"]) == (400, code), refused.text
+
+
+def test_an_encoder_may_be_a_gguf_file(deployment: Deployment, tmp_path: Path) -> None:
+    model = make("bert", tmp_path / "small.gguf")
+    deployment.environment = {"XDG_CACHE_HOME": str(tmp_path / "cache")}
+    deployment.start_all(model=str(tmp_path / "small.gguf"), dtype="float32")
+    reply = deployment.client().embeddings.create(model="small", input=TEXTS[:2])
+    for text, each in zip(TEXTS, reply.data, strict=False):
+        with torch.inference_mode():
+            ids = BertTokenizer(VOCABULARY, do_lower_case=True)(text, return_tensors="pt").input_ids
+            vector = model(input_ids=ids).last_hidden_state[0, 0]
+        assert np.allclose(each.embedding, vector / vector.norm(), atol=1e-5)

@@ -319,7 +319,7 @@ def test_a_token_of_megabytes_is_refused_at_once(sentencepiece_file: GgufHead) -
 @pytest.mark.parametrize(
     ("key", "value", "message"),
     [
-        ("tokenizer.ggml.model", "bert", "'bert' is not supported"),
+        ("tokenizer.ggml.model", "rwkv", "'rwkv' is not supported"),
         ("tokenizer.ggml.pre", "unheard-of", "pre-tokenizer 'unheard-of' is not supported"),
         ("tokenizer.ggml.tokens", "one text", "not the list that it should be"),
         ("tokenizer.ggml.token_type", [1], "but types of 1"),
@@ -388,6 +388,43 @@ def test_gemma_4_lists_its_merges(sentencepiece_file: GgufHead) -> None:
     for text in SCRIPTS:
         plain = text.replace("<", "(")
         assert made.encode(plain, add_special_tokens=False).ids == original.encode(plain, add_special_tokens=False)
+
+
+def wordpiece(is_cased: bool) -> tuple[dict[str, int], dict[str, Any]]:
+    """A vocabulary for BertTokenizer, and the metadata that llama.cpp's converter makes of it."""
+    specials = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+    trained = Tokenizer(models.WordPiece(unk_token="[UNK]"))
+    trained.normalizer, trained.pre_tokenizer = (
+        normalizers.BertNormalizer(lowercase=not is_cased),
+        pre_tokenizers.BertPreTokenizer(),
+    )
+    trained.train_from_iterator(
+        [*CORPUS, *SCRIPTS], trainers.WordPieceTrainer(vocab_size=900, special_tokens=specials, show_progress=False)
+    )
+    vocabulary = trained.get_vocab()
+    tokens = sorted(vocabulary, key=vocabulary.__getitem__)
+    marked = [token if token in specials else token[2:] if token.startswith("##") else "▁" + token for token in tokens]
+    ids = dict(zip(("padding", "unknown", "cls", "seperator", "mask"), range(5), strict=True))
+    return vocabulary, {
+        "tokenizer.ggml.model": "bert",
+        "tokenizer.ggml.tokens": [*marked, "▁[PAD900]"],  # where an embedding has more rows
+        "tokenizer.ggml.token_type": [*(3 if token in specials else 1 for token in tokens), 5],
+        **{f"tokenizer.ggml.{name}_token_id": number for name, number in ids.items()},
+    }
+
+
+@pytest.mark.parametrize("is_cased", [False, True])
+def test_words_of_bert_are_cut_into_pieces(is_cased: bool, tmp_path: Path) -> None:
+    from transformers import BertTokenizer
+
+    vocabulary, metadata = wordpiece(is_cased)
+    original = BertTokenizer(vocabulary, do_lower_case=not is_cased)
+    made = build(GgufHead(tmp_path / "model.gguf", metadata, {}))
+    for text in SCRIPTS:
+        assert made.encode(text).ids == original.encode(text)
+    pair = made.encode("Hello world", "it's")
+    expected = original("Hello world", "it's")
+    assert (pair.ids, pair.type_ids) == (expected["input_ids"], expected["token_type_ids"])
 
 
 VOCABULARIES = Path(os.environ.get("PENSTOCK_TEST_VOCABULARIES", "") or "/nowhere")  # llama.cpp's folder `models`

@@ -192,7 +192,7 @@ def load_model(
         )
     try:
         # seconds that a native model need not wait
-        from services.compute.models.encoder_model import is_encoder, load_classifier, load_encoder
+        from services.compute.models.encoder_model import is_encoder, load_classifier, load_encoder, load_gguf_encoder
         from services.compute.models.transformers_model import load_transformers_model
         from services.compute.weights.library_modules import load_library_modules
     except ImportError as error:
@@ -200,13 +200,6 @@ def load_model(
             f"{files.name} runs on the transformers library only, which can't be loaded here: {error}"
         ) from None
     with refusals(files.name):
-        if files.labels or is_encoder(files.config, files.folder):
-            if settings.quantization != "none":
-                raise StartupError(
-                    f"--quantization {settings.quantization}: {files.name} is an encoder; these are not quantized"
-                )
-            load = load_classifier if files.labels else load_encoder
-            return load(files.folder, TorchBackend(backend.dtype, backend.device))
         packing = Packed(
             settings.quantization,
             int(settings.quantization_group),
@@ -214,6 +207,15 @@ def load_model(
             settings.quantize_lm_head,
         )
         load_modules = partial(load_library_modules, files.weights, backend, packing)
+        if files.labels or is_encoder(files.config, files.folder):
+            if settings.quantization != "none":
+                raise StartupError(
+                    f"--quantization {settings.quantization}: {files.name} is an encoder; these are not quantized"
+                )
+            if files.weights.is_file():
+                return load_gguf_encoder(files.folder, backend, load_modules)
+            load = load_classifier if files.labels else load_encoder
+            return load(files.folder, TorchBackend(backend.dtype, backend.device))
         return load_transformers_model(files.folder, backend, max_model_len, load_modules)
 
 

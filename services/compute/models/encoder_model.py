@@ -5,7 +5,7 @@ There is no cache: every token sees all others, so a text is computed whole, in 
 forward pass of its own. That is what makes its vector the same in any company.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModel, AutoModelForMaskedLM, AutoModelForSequenceClassification, AutoTokenizer
 from transformers.utils import logging
 
-from services.compute.backends.backend import Workspace
+from services.compute.backends.backend import Backend, Workspace
 from services.compute.backends.torch.backend import TorchBackend
 from services.compute.models.decoder import ForwardBatch
 from services.compute.models.library_errors import first_line
@@ -41,7 +41,7 @@ class EncoderModel:
     is_row_invariant = finds_slots = False
     state_bytes = 0
 
-    def __init__(self, model: Any, backend: TorchBackend) -> None:
+    def __init__(self, model: Any, backend: Backend) -> None:
         self.model = model
         self.backend = backend
         self.config = EncoderConfig(model.config.vocab_size)
@@ -144,6 +144,13 @@ def load_classifier(folder: Path, backend: TorchBackend) -> ClassifierModel:
 def load_encoder(folder: Path, backend: TorchBackend) -> EncoderModel:
     """Raises StartupError, naming a tensor that is missing."""
     return EncoderModel(_load(AutoModel, folder, backend), backend)
+
+
+def load_gguf_encoder(folder: Path, backend: Backend, load: Callable[..., Any]) -> EncoderModel:
+    """folder: of config.json; load: makes the modules with the file's weights. Raises StartupError, naming
+    a tensor that is missing."""
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+    return EncoderModel(load(config, auto_class=AutoModel), backend)
 
 
 def _load(kind: Any, folder: Path, backend: TorchBackend) -> Any:

@@ -25,6 +25,12 @@ class TensorLayout:
     values: Callable[[Tensor, tuple[int, ...]], Tensor] | None = None  # of these and the shape; None: they stay
     rows: Callable[[GgufHead], Tensor] | None = None  # the place in the file of each row; None: the same
     columns: Callable[[GgufHead], Tensor] | None = None
+    third: int | None = None  # of the one tensor's rows, which of three equal parts; None: all are of the parameter
+
+    def part_of(self, num_rows: int) -> list[range] | None:
+        """Its rows of a tensor that has so many; None: all."""
+        size = num_rows // 3
+        return None if self.third is None else [range(self.third * size, (self.third + 1) * size)]
 
 
 def layouts_of(head: GgufHead) -> dict[str, TensorLayout]:
@@ -126,6 +132,22 @@ _LFM2 = {
     "conv.conv.weight": TensorLayout(("shortconv.conv.weight",), _reshape),
     "feed_forward.expert_bias": TensorLayout(("exp_probs_b.bias",)),
 }
+_NOMIC_BERT = {
+    **{
+        f"self_attn.{name}_proj.weight": TensorLayout(("attn_qkv.weight",), third=third)
+        for third, name in enumerate("qkv")
+    },
+    "self_attn.o_proj.weight": TensorLayout(("attn_output.weight",)),
+    **{f"mlp.{name}_proj.weight": TensorLayout((f"ffn_{name}.weight",)) for name in ("gate", "up", "down")},
+    **{
+        f"{name}.{part}": TensorLayout((f"{tensor}.{part}",))
+        for name, tensor in (
+            ("post_attention_layernorm", "attn_output_norm"),
+            ("post_mlp_layernorm", "layer_output_norm"),
+        )
+        for part in ("weight", "bias")
+    },
+}
 # By architecture, and by a parameter's name in its layer
 LAYOUTS: dict[str, dict[str, TensorLayout]] = {
     "ernie4_5-moe": {"mlp.gate.moe_statics.e_score_correction_bias": TensorLayout(("exp_probs_b.bias",), _reshape)},
@@ -156,6 +178,7 @@ LAYOUTS: dict[str, dict[str, TensorLayout]] = {
         "mixer.experts.up_proj": TensorLayout(("ffn_up_exps.weight",)),
         "mixer.experts.down_proj": TensorLayout(("ffn_down_exps.weight",)),
     },
+    "nomic-bert": _NOMIC_BERT,
     "qwen35": _QWEN35,
     "qwen35moe": _QWEN35,
     "qwen3next": {

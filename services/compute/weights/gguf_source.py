@@ -211,7 +211,9 @@ class GgufSource:
         """A parameter of what the file has in another form, in float32 if it does."""
         self.check(name, shape)
         parts = [
-            self._dense(info, self._kinds[info.name], info.name, info.shape, None, torch.float32)
+            self._dense(
+                info, self._kinds[info.name], info.name, info.shape, layout.part_of(info.shape[0]), torch.float32
+            )
             for info in (self.head.tensors[start + each] for each in layout.tensors)
         ]
         values = torch.cat(parts, dim=max(parts[0].dim() - 2, 0)) if len(parts) > 1 else parts[0]
@@ -251,7 +253,16 @@ class GgufSource:
         layout, start = found
         infos = [self.head.tensors[start + each] for each in layout.tensors]
         return concatenate(
-            [self._matrix(each, self._kinds[each.name], each.name, (each.shape[0], shape[1]), None) for each in infos],
+            [
+                self._matrix(
+                    each,
+                    self._kinds[each.name],
+                    each.name,
+                    (each.shape[0], shape[1]),
+                    layout.part_of(each.shape[0]),
+                )
+                for each in infos
+            ],
             self.dtype,
         )
 
@@ -295,7 +306,7 @@ class GgufSource:
         if missing := [each for each in layout.tensors if start + each not in self.head.tensors]:
             raise StartupError(f"{self.folder}: the file has no tensor {start}{missing[0]} ({name})")
         shapes = [self.head.tensors[start + each].shape for each in layout.tensors]
-        if sum(map(math.prod, shapes)) != math.prod(shape):
+        if sum(map(math.prod, shapes)) != math.prod(shape) * (1 if layout.third is None else 3):
             raise StartupError(
                 f"{self.folder}: {start}{layout.tensors[0]} has the shape {shapes[0]}, the metadata say that {name} "
                 f"is {shape}"

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM
+from transformers import AutoModel, AutoModelForCausalLM
 from transformers.activations import ACT2FN
 from transformers.integrations.moe import _default_apply_gate
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
@@ -210,8 +210,10 @@ def load_library_modules(
 
 def make_modules(path: Path, config: Any, dtype: torch.dtype, auto_class: Any = AutoModelForCausalLM) -> Any:
     """The model, whatever its parameters hold. Raises StartupError."""
+    # no file has the layer behind a bare encoder, and no vector here is made by it
+    bare = {"add_pooling_layer": False} if auto_class is AutoModel else {}
     try:
-        return auto_class.from_config(config, dtype=dtype, attn_implementation="eager", trust_remote_code=False)
+        return auto_class.from_config(config, dtype=dtype, attn_implementation="eager", trust_remote_code=False, **bare)
     except (
         RuntimeError,
         ValueError,
@@ -277,8 +279,8 @@ class ModuleExchange:
                     done = name + "."
                     give_back_free_memory()
         fill(self.model, self.source, in_float32, head_name + ".")
-        # last, for it may be the embedding, which is there now
-        self.put(head_name, KernelHead(self.head(head_name, head), self.backend))
+        if head is not None:  # last, for it may be the embedding, which is there now
+            self.put(head_name, KernelHead(self.head(head_name, head), self.backend))
         for name, module in list(self.model.named_modules()):
             weight = module._parameters.get("weight")
             if weight is None or weight.dtype != self.backend.dtype or not has_same_columns(self.backend):

@@ -15,13 +15,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from shared.model.gguf.config import make_config, make_generation_config
+from shared.model.gguf.config import make_config, make_generation_config, make_pooling
 from shared.model.gguf.parts import parts_of, read_model
 from shared.model.gguf.tokenizer import make_tokenizer, make_tokenizer_config
 from shared.model.gguf.vision import read_mmproj
 from shared.process.errors import StartupError
 
-FORMAT = 6  # of what is written: counted up whenever the same file would give other JSON
+FORMAT = 7  # of what is written: counted up whenever the same file would give other JSON
 
 UNUSED_S, RECENT_S = 90 * 24 * 3600, 24 * 3600
 MAX_BYTES = 1 << 30
@@ -29,9 +29,9 @@ ASIDE = ".new-"  # what is still being written begins so
 
 
 def unpack_metadata(path: Path) -> Path:
-    """The folder with config.json, generation_config.json, tokenizer.json and tokenizer_config.json
-    of the file, which may be the first of several parts; and the chat_template.jinja that lies
-    beside it, which goes before its own. Raises StartupError.
+    """The folder with config.json, generation_config.json, tokenizer.json, tokenizer_config.json and
+    1_Pooling/config.json of the file, which may be the first of several parts; and the
+    chat_template.jinja that lies beside it, which goes before its own. Raises StartupError.
 
     It has the name of the files' identity (path, size and time), so that a file that was changed
     gets another. Written aside and renamed: whoever looks sees all of it or nothing.
@@ -47,6 +47,7 @@ def unpack_metadata(path: Path) -> Path:
             "generation_config.json": make_generation_config(head),
             "tokenizer.json": make_tokenizer(head),
             "tokenizer_config.json": make_tokenizer_config(head),
+            "1_Pooling/config.json": make_pooling(head),
             **{each.name: _read(each) for each in beside},
         }
 
@@ -124,6 +125,7 @@ def _write(folder: Path, files: dict[str, Any]) -> None:
     try:
         for name, content in files.items():
             text = content if isinstance(content, str) else json.dumps(content, ensure_ascii=False)
+            (aside / name).parent.mkdir(exist_ok=True)
             (aside / name).write_text(text, encoding="utf-8")
         with contextlib.suppress(FileExistsError):
             aside.rename(folder)

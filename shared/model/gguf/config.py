@@ -40,6 +40,10 @@ SAMPLING = {
 }
 
 
+# By pooling_type
+POOLING = {1: "pooling_mode_mean_tokens", 2: "pooling_mode_cls_token", 3: "pooling_mode_lasttoken"}
+
+
 def make_config(head: GgufHead) -> dict[str, Any]:
     """The file's config.json. Raises StartupError for an architecture that is not supported and for
     metadata that is missing or wrong."""
@@ -106,6 +110,13 @@ def make_generation_config(head: GgufHead) -> dict[str, Any]:
     if "<|return|>" in tokens:  # gpt-oss' vocabulary, where <|end|> ends a message, and others follow
         ends -= {number for number in ends if tokens[number] == "<|end|>"}
     return {"eos_token_id": sorted(ends)} | sampling
+
+
+def make_pooling(head: GgufHead) -> dict[str, bool]:
+    """The file's 1_Pooling/config.json, where sentence-transformers says how a text's states become one
+    vector; empty if the file says nothing of it."""
+    number = head.metadata.get(f"{head.text('general.architecture')}.pooling_type")
+    return {POOLING[number]: True} if isinstance(number, int) and number in POOLING else {}
 
 
 def _vocab_size(head: GgufHead) -> int:

@@ -318,6 +318,30 @@ def _gpt2(head: GgufHead, prefix: str) -> dict[str, Any]:
     }
 
 
+def _encoder(head: GgufHead, prefix: str) -> dict[str, Any]:
+    if head.metadata.get(prefix + "attention.causal", False):
+        raise StartupError(f"{head.path}: {prefix}attention.causal is true; only encoders of both directions are read")
+    pooling = head.metadata.get(prefix + "pooling_type", 0)
+    if pooling not in (0, 1, 2, 3):
+        raise StartupError(
+            f"{head.path}: {prefix}pooling_type is {str(pooling)[:40]}; of encoders these are read: 0 (none), 1 "
+            "(mean), 2 (cls), 3 (last token)"
+        )
+    return {
+        "layer_norm_eps": head.real(prefix + "attention.layer_norm_epsilon"),
+        "type_vocab_size": head.number("tokenizer.ggml.token_type_count"),
+    }
+
+
+def _bert(head: GgufHead, prefix: str) -> dict[str, Any]:
+    """The activation is not in the file: all published models have the exact GELU."""
+    return {"hidden_act": "gelu"} | _encoder(head, prefix)
+
+
+def _nomic_bert(head: GgufHead, prefix: str) -> dict[str, Any]:
+    return {"hidden_act": "silu"} | _encoder(head, prefix)
+
+
 _OF_DEEPSEEK = (
     "expert_count",
     "expert_gating_func",
@@ -327,6 +351,7 @@ _OF_DEEPSEEK = (
 )
 LIBRARY_FAMILIES = {
     **HYBRID_FAMILIES,
+    "bert": Family("BertModel", "bert", _bert, ("attention.causal",)),
     "cohere2": Family("Cohere2ForCausalLM", "cohere2", _cohere2, ("logit_scale",)),
     "command-r": Family("CohereForCausalLM", "cohere", _cohere, ("logit_scale",)),
     "deepseek2": Family("DeepseekV2ForCausalLM", "deepseek_v2", _deepseek2, _OF_DEEPSEEK, has_other_values=True),
@@ -344,6 +369,7 @@ LIBRARY_FAMILIES = {
     ),
     "llama4": Family("Llama4ForCausalLM", "llama4_text", _llama4, ("expert_count", "expert_gating_func")),
     "minimax-m2": Family("MiniMaxM2ForCausalLM", "minimax_m2", _minimax_m2, ("expert_count", "expert_gating_func")),
+    "nomic-bert": Family("NomicBertModel", "nomic_bert", _nomic_bert, ("attention.causal",)),
     "olmoe": Family("OlmoeForCausalLM", "olmoe", _olmoe, ("expert_count",)),
     "glm4": Family("Glm4ForCausalLM", "glm4", _glm4),
     "stablelm": Family("StableLmForCausalLM", "stablelm", _stablelm),

@@ -1,11 +1,12 @@
 """GGUF metadata as tokenizer.json and tokenizer_config.json, which the `tokenizers` library and
 transformers read.
 
-Two kinds: byte-level BPE with merges (tokenizer.ggml.model "gpt2"), split into words as
-tokenizer.ggml.pre says, and SentencePiece's BPE ("llama"), whose order of merges follows from the
-tokens' scores.
+Three kinds: byte-level BPE with merges (tokenizer.ggml.model "gpt2"), split into words as
+tokenizer.ggml.pre says; SentencePiece's BPE ("llama"), whose order of merges follows from the
+tokens' scores; and BERT's WordPiece ("bert").
 """
 
+import re
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,6 +14,7 @@ from shared.model.gguf.reader import GgufHead
 from shared.process.errors import StartupError
 
 SPACE = "▁"  # SentencePiece's
+UPPER_CASE = re.compile("[A-Z]")
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6  # a token's type
 MAX_TOKEN = 1024  # characters that are made by merging: each of a token's cuts is tried
 # characters looked at to find the merges; 262,144 tokens of 8 characters take 17 million
@@ -112,9 +114,11 @@ def make_tokenizer(head: GgufHead) -> dict[str, Any]:
         return _byte_level(head, _unique(head.items("tokenizer.ggml.tokens", str)))
     if kind in ("llama", "gemma4"):  # whose file lists the merges
         return _sentencepiece(head, _unique(head.items("tokenizer.ggml.tokens", str)))
+    if kind == "bert":
+        return _wordpiece(head, head.items("tokenizer.ggml.tokens", str))
     raise StartupError(
         f"{head.path}: the tokenizer {kind!r} is not supported; these are: gpt2 (byte-level BPE), llama and gemma4 "
-        "(SentencePiece BPE)"
+        "(SentencePiece BPE), bert (WordPiece)"
     )
 
 
@@ -200,6 +204,62 @@ def _sentencepiece(head: GgufHead, tokens: list[str]) -> dict[str, Any]:
         decoder={"type": "Sequence", "decoders": decoders},
         adds_bos=True,
     )
+
+
+def _wordpiece(head: GgufHead, tokens: list[str]) -> dict[str, Any]:
+    """BERT's. A file marks the beginning of a word, where the original marks what continues it. Whether
+    a text becomes lower case first is not in the file: it does if no token has a letter from A to Z."""
+    kinds = _kinds(head, tokens)
+    names = _unique(
+        [
+            token if kind == CONTROL else token[1:] if token.startswith(SPACE) else "##" + token
+            for token, kind in zip(tokens, kinds, strict=True)
+        ]
+    )
+    is_cased = any(kind == NORMAL and UPPER_CASE.search(token) for token, kind in zip(tokens, kinds, strict=True))
+    special = {}
+    for name, default in (("cls", "bos"), ("seperator", "eos"), ("unknown", "unknown")):
+        number = head.metadata.get(
+            f"tokenizer.ggml.{name}_token_id", head.metadata.get(f"tokenizer.ggml.{default}_token_id")
+        )
+        if not isinstance(number, int) or not 0 <= number < len(names):
+            raise StartupError(f"{head.path}: tokenizer.ggml.{name}_token_id is {number}, no token")
+        special[name] = names[number], number
+    (begin, begin_id), (end, end_id) = special["cls"], special["seperator"]
+    first = [{"SpecialToken": {"id": begin, "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}]
+    first.append({"SpecialToken": {"id": end, "type_id": 0}})
+    second = [{"Sequence": {"id": "B", "type_id": 1}}, {"SpecialToken": {"id": end, "type_id": 1}}]
+    tokens_around = {begin: begin_id, end: end_id}
+    return {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": _added_tokens(head, names),
+        "normalizer": {
+            "type": "BertNormalizer",
+            "clean_text": True,
+            "handle_chinese_chars": True,
+            "strip_accents": None,
+            "lowercase": not is_cased,
+        },
+        "pre_tokenizer": {"type": "BertPreTokenizer"},
+        "post_processor": {
+            "type": "TemplateProcessing",
+            "single": first,
+            "pair": [*first, *second],
+            "special_tokens": {
+                token: {"id": token, "ids": [number], "tokens": [token]} for token, number in tokens_around.items()
+            },
+        },
+        "decoder": {"type": "WordPiece", "prefix": "##", "cleanup": True},
+        "model": {
+            "type": "WordPiece",
+            "unk_token": special["unknown"][0],
+            "continuing_subword_prefix": "##",
+            "max_input_chars_per_word": 100,
+            "vocab": {token: number for number, token in enumerate(names)},
+        },
+    }
 
 
 def _assemble(
