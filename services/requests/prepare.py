@@ -233,7 +233,7 @@ def with_model_defaults(context: RequestContext, intent: Intent, model: str) -> 
     return structs.replace(params, **defaults) if defaults else params
 
 
-def makers_sampling(context: RequestContext, model: str) -> dict[str, float]:
+def makers_sampling(context: RequestContext, model: str) -> dict[str, int | float]:
     """The makers' sampling defaults, by the names of SamplingParams."""
     replica = newest(context, "tokenizer", model)
     return replica.sampling if replica is not None else {}

@@ -190,7 +190,7 @@ class ModelFiles:
         return ()
 
     @property
-    def sampling(self) -> dict[str, float]:
+    def sampling(self) -> dict[str, int | float]:
         """The makers' values for requests that do not say them, by the names of SamplingParams.
         Raises StartupError."""
         given = {

@@ -32,7 +32,7 @@ class Replica(WireStruct, frozen=True, forbid_unknown_fields=False):
     fingerprint: str = ""  # compute's: changes with everything that may change its tokens
     is_encoder: bool = False  # compute's: the model makes embeddings, and no text
     # a tokenizer's: the makers' defaults of sampling parameters
-    sampling: dict[str, float] = field(default_factory=dict)
+    sampling: dict[str, int | float] = field(default_factory=dict)
     # compute's: the labels of a classification head; empty: there is none
     labels: tuple[str, ...] = ()
     is_multi_label: bool = False  # several labels may be true of one text

@@ -64,7 +64,7 @@ class Stage:
         # what the replica says of itself; its loop writes, the heartbeat reads
         self.load = Load()
         self.parsers: dict[str, str] = {}  # a tokenizer's, set before it joins
-        self.sampling: dict[str, float] = {}  # the same
+        self.sampling: dict[str, int | float] = {}  # the same
         self.fingerprint = ""  # compute's, the same
         self.is_encoder = False  # the same
         self.labels: tuple[str, ...] = ()  # the same

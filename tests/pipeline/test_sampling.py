@@ -4,8 +4,10 @@ requests ask for them.
 
 import json
 import re
+import shutil
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache, partial
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -505,3 +507,27 @@ def num_steps(deployment: Deployment) -> int:
     """One-token requests so far."""
     with deployment.redis() as client:
         return len(client.keys("log:*"))
+
+
+def test_the_makers_longest_answer_is_that_of_a_chat_which_says_no_other(deployment: Deployment, tmp_path: Path) -> None:
+    """The tokenizer announces what generation_config.json says, and the gateway asks for it, in every API."""
+    folder = tmp_path / "brief"
+    shutil.copytree(DEMO_MODEL, folder)
+    config = json.loads((folder / "generation_config.json").read_text())
+    (folder / "generation_config.json").write_text(json.dumps(config | {"max_new_tokens": 6, "temperature": 0.5}))
+    deployment.start_all(model=folder, dtype="float32")
+    chat = {"model": "brief", "messages": [{"role": "user", "content": "Name a river."}], "seed": 7}
+    for path, body in (
+        ("/v1/chat/completions", chat),
+        ("/v1/chat/completions", chat | {"max_tokens": None}),
+        ("/v1/responses", {"model": "brief", "input": "Name a river.", "max_output_tokens": None}),
+        ("/api/chat", chat | {"stream": False}),
+        ("/api/generate", {"model": "brief", "prompt": "Name a river.", "stream": False, "options": {}}),
+    ):
+        answer = deployment.post(path, body)
+        assert answer.status_code == 200, answer.text
+        usage = answer.json().get("usage", answer.json())
+        counts = {usage.get(name) for name in ("completion_tokens", "output_tokens", "eval_count")} - {None}
+        assert counts == {6}, answer.text
+    [model] = deployment.get("/v1/models").json()["data"]
+    assert model["default_parameters"]["max_tokens"] == 6

@@ -174,7 +174,9 @@ def test_stages_are_cut_as_the_engine_cuts_them(model: DecoderShape, pipeline: i
     mixture = (
         None
         if model.num_experts == 1
-        else SimpleNamespace(intermediate_size=model.intermediate_size, num_active=model.num_active)
+        else SimpleNamespace(
+            intermediate_size=model.intermediate_size, router=SimpleNamespace(num_active=model.num_active)
+        )
     )
     config = SimpleNamespace(**{name: getattr(model, name) for name in CONFIGURED}, moe=mixture)
     for number in range(pipeline):

@@ -299,3 +299,10 @@ def test_a_field_nested_without_end_is_refused() -> None:
     head, rest = with_load("LOAD").split(msgpack.packb("LOAD"))
     with pytest.raises(Invalid, match="replica: not msgpack: .*recursion"):
         decode(Replica, head + b"\x91" * 100_000 + b"\xc0" + rest)
+
+
+def test_a_replica_announces_whole_numbers_as_such() -> None:
+    """The gateway puts them into a request, whose max_tokens is no float."""
+    announced = replace(REPLICA.message, sampling={"max_tokens": 1024, "top_p": 1.0})
+    read = decode(Replica, encode(announced)).sampling
+    assert read == {"max_tokens": 1024, "top_p": 1.0} and isinstance(read["max_tokens"], int)
