@@ -509,7 +509,9 @@ def num_steps(deployment: Deployment) -> int:
         return len(client.keys("log:*"))
 
 
-def test_the_makers_longest_answer_is_that_of_a_chat_which_says_no_other(deployment: Deployment, tmp_path: Path) -> None:
+def test_the_makers_longest_answer_is_that_of_a_chat_which_says_no_other(
+    deployment: Deployment, tmp_path: Path
+) -> None:
     """The tokenizer announces what generation_config.json says, and the gateway asks for it, in every API."""
     folder = tmp_path / "brief"
     shutil.copytree(DEMO_MODEL, folder)
