@@ -2,6 +2,7 @@
 converter writes them, read by the modules, whose logits are those of the original model."""
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,14 @@ from torch import Tensor
 from transformers import AutoConfig
 
 from services.compute.backends.torch.backend import TorchBackend
+from services.compute.loop.engine import is_native_model
 from services.compute.models.config import Packed
 from services.compute.weights.library_modules import KernelLinear, load_library_modules
+from shared.model.files import DEMO_MODEL, open_model
 from shared.model.gguf.checkpoint import unpack_metadata
+from shared.model.gguf.library_families import LIBRARY_FAMILIES
 from shared.process.errors import StartupError
+from shared.process.settings import ComputeSettings
 from tests.kernels.gguf_files import add_tokenizer
 from tests.models.blueprints import text
 from tests.models.cases import CASES
@@ -188,3 +193,12 @@ def test_what_a_file_lacks_of_a_layout_is_said_by_name(tmp_path: Path) -> None:
         StartupError, match=r"the file has no tensor blk.1.attn_gate.weight \(model.layers.1.linear_attn.in_proj_qkvz"
     ):
         load(path)
+
+
+@pytest.mark.parametrize("family", sorted(LIBRARY_FAMILIES))
+def test_a_file_that_the_librarys_modules_read_goes_to_them(family: str, tmp_path: Path) -> None:
+    """Also where checkpoints of the class run natively: their loader knows published names only."""
+    config = {"architectures": [LIBRARY_FAMILIES[family].architecture]}
+    (tmp_path / "model.gguf").write_bytes(b"")
+    files = replace(open_model(str(DEMO_MODEL)), weights=tmp_path / "model.gguf", config=config)
+    assert not is_native_model(ComputeSettings(), files)

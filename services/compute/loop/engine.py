@@ -57,6 +57,7 @@ from services.compute.speculation.medusa import MedusaHeads
 from services.compute.speculation.proposer import Proposer
 from services.compute.weights.fingerprint import fingerprint, vision_fingerprint, with_drafts
 from shared.model.files import ModelFiles
+from shared.model.gguf.library_families import LIBRARY_FAMILIES
 from shared.model.grammar import Vocabulary, load_vocabulary
 from shared.model.segments import SEGMENT_MULTIPLE
 from shared.model.vision.families import Dynamic
@@ -165,10 +166,16 @@ def choose_speculators(settings: ComputeSettings, model: Model) -> tuple[str, ..
     return tuple(settings.speculate.split(","))
 
 
+# classes whose GGUF files the library's modules alone read: the native loader knows the published names only
+OF_THE_LIBRARY = frozenset(family.architecture for family in LIBRARY_FAMILIES.values())
+
+
 def is_native_model(settings: ComputeSettings, files: ModelFiles) -> bool:
     """Whether our own executor runs the model, rather than transformers' modules."""
     if settings.model_impl != "auto":
         return settings.model_impl == "native"
+    if files.weights.is_file() and files.config["architectures"][0] in OF_THE_LIBRARY:
+        return False
     return is_native(files.config)
 
 
