@@ -199,7 +199,7 @@ def main() -> None:
         "--folder", type=Path, help="where the checkpoints are written and stay (default: a temporary one)"
     )
     parser.add_argument("--ranks", type=int, default=1, help="how many share the model (tensor parallelism)")
-    parser.add_argument("--runs", type=int, default=1, help="loads of each rank, of which the median counts")
+    parser.add_argument("--runs", type=int, default=1, help="loads of each rank; their median counts")
     parser.add_argument("--library", action="store_true", help="load transformers' modules")
     parser.add_argument("--quantization", choices=QUANTIZATIONS, default="none", help="of the layers that are dense")
     parser.add_argument("--child", type=Path, help=argparse.SUPPRESS)

@@ -276,7 +276,7 @@ def main() -> None:
         "--rounds",
         type=int,
         default=3,
-        help="runs of each real case, of which the median counts (default: %(default)s)",
+        help="runs of each real case; their median counts (default: %(default)s)",
     )
     args = parser.parse_args()
     requests = load_trace(args.trace, args.num_requests)

@@ -1,5 +1,5 @@
 """Chains of drafts that were seen with one model, imposed on another: what a model that drafts for
-itself gains in a shape of which there are no weights here.
+itself gains in a shape for which there are no weights here.
 
 What drafts cost is real: the drafting model runs as many steps as the chain is long. Which of its
 drafts stand is as it was seen: the answer is known, for the requests have been answered without

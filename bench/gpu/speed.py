@@ -41,7 +41,7 @@ LONG = 32_768  # tokens of a sequence beside others
 CONTEXT = 1024  # tokens that each sequence has when it decodes
 MAX_BATCHED_TOKENS = 2048
 LAUNCH_CYCLES = 20_000_000  # of the device, some 10 ms, in which the host launches a step
-STEPS = 20  # of a batch, of which the median counts
+STEPS = 20  # of a batch; their median counts
 DRAW = SamplingParams(
     max_tokens=1 << 20, top_k=50
 )  # of random weights the logits are so flat that others would fall beyond the candidates

@@ -457,7 +457,7 @@ class Loader:
         if not isinstance(matrix, Dense):
             raise StartupError(
                 f"{self.source.folder}: {name}weight is {matrix}; of a model in which neighbouring dimensions rotate "
-                "together only dense weights of q and k are read"
+                "together only dense weights of q and k are read: --model-impl transformers reads others"
             )
         return Dense(in_halves(matrix.weight, self.config.head_dim))
 
