@@ -32,6 +32,8 @@ CASES = [
     ("olmo2", "none", 32),
     ("olmo2", "w4", 0),
     *((name, "none", 32) for name in ("gemma2", "granite", "ministral3", "phi3-longrope", "smollm3")),
+    *(("qwen3-5", quantization, 0) for quantization in ("none", "w8a8")),
+    ("qwen3-next", "none", 32),
 ]
 
 

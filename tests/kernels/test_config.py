@@ -23,7 +23,7 @@ from tests.kernels.mutations import change_one
 def config_of(name: str) -> dict[str, Any]:
     """As config.json would have it."""
     config = CONFIGS[name]
-    kind = {"gemma3": "Gemma3ForCausalLM"}.get(name, type(config).__name__.removesuffix("Config") + "ForCausalLM")
+    kind = type(config).__name__.removesuffix("Config").removesuffix("Text") + "ForCausalLM"
     found: dict[str, Any] = json.loads(json.dumps(config.to_dict() | {"architectures": [kind]}))
     return found
 
@@ -68,6 +68,11 @@ FAMILIES = {name: config_of(name) for name in CONFIGS}
             "wrong type",
         ),
         ("granite", {"embedding_multiplier": "x"}, "embedding_multiplier is 'x'"),
+        ("qwen3-5", {"layer_types": ["full_attention"] * 2 + ["mamba"]}, "layers of the type mamba are not supported"),
+        ("qwen3-5", {"layer_types": ["linear_attention"] * 3}, "none of the 3 layers is full_attention"),
+        ("qwen3-5", {"layer_types": ["full_attention"] * 2}, "describes 2 layers one by one, num_hidden_layers is 3"),
+        ("qwen3-5", {"linear_num_value_heads": 3}, "3 heads of values in recurrent layers are no multiple of 2"),
+        ("qwen3-next", {"linear_key_head_dim": 0}, "key_dim of a recurrent layer is 0"),
         ("llama2", {"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5 is not supported for LlamaForCausalLM"),
     ],
 )

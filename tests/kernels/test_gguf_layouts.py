@@ -21,7 +21,9 @@ from shared.model.gguf.checkpoint import unpack_metadata
 from shared.model.gguf.library_families import LIBRARY_FAMILIES
 from shared.process.errors import StartupError
 from shared.process.settings import ComputeSettings
+from tests.kernels.families import Engine, assert_greedy
 from tests.kernels.gguf_files import add_tokenizer
+from tests.kernels.test_models import prompts
 from tests.models.blueprints import text
 from tests.models.cases import CASES
 from tests.models.compare import randomize
@@ -195,7 +197,27 @@ def test_what_a_file_lacks_of_a_layout_is_said_by_name(tmp_path: Path) -> None:
         load(path)
 
 
-@pytest.mark.parametrize("family", sorted(LIBRARY_FAMILIES))
+@pytest.mark.parametrize("name", ["qwen3_5", "qwen3_5_moe", "qwen3_next"])
+@torch.inference_mode()
+def test_our_own_executor_reads_files_of_gated_delta_net(name: str, tmp_path: Path) -> None:
+    """In float32 its tokens are the library's; in bfloat16 matrices stay in the file's blocks, and int8
+    activations may choose another expert now and then."""
+    torch.manual_seed(3)
+    model = original(name)
+    files = open_model(str(write(name, model, tmp_path / "model.gguf", gguf.GGMLQuantizationType.F32)), weights=True)
+    assert is_native_model(ComputeSettings(), files)
+    some = prompts(5, 512)
+    assert_greedy(Engine(files), model, some, 20)
+    blocks = open_model(str(write(name, model, tmp_path / "q8.gguf", gguf.GGMLQuantizationType.Q8_0)), weights=True)
+    assert Engine(blocks).generate(some, 20) == Engine(blocks, model_impl="transformers").generate(some, 20)
+    engine = Engine(blocks, dtype=torch.bfloat16)
+    engine.generate(some, 1)
+    expected = [model(torch.tensor([prompt])).logits[0, -1] for prompt in some]
+    nearness = [torch.cosine_similarity(engine.logits[number][0], each, dim=0) for number, each in enumerate(expected)]
+    assert torch.stack(nearness).median() > 0.98
+
+
+@pytest.mark.parametrize("family", sorted(name for name, each in LIBRARY_FAMILIES.items() if not each.is_native))
 def test_a_file_that_the_librarys_modules_read_goes_to_them(family: str, tmp_path: Path) -> None:
     """Also where checkpoints of the class run natively: their loader knows published names only."""
     config = {"architectures": [LIBRARY_FAMILIES[family].architecture]}

@@ -111,6 +111,15 @@ NATIVE: dict[str, Blueprint] = {
     "ministral3_vl": seeing("mistral3", text("ministral3", head_dim=32, rope_parameters=MINISTRAL3_ROPE),
         PIX | {"model_type": "pixtral"}),
     "gemma2": text("gemma2", head_dim=16, sliding_window=24, attn_logit_softcapping=5.0, query_pre_attn_scalar=16),
+    "qwen3_5": text("qwen3_5_text", **GDN, **PART),
+    "qwen3_5_moe": text("qwen3_5_moe_text", without=("intermediate_size",), **GDN, **PART, moe_intermediate_size=32,
+        shared_expert_intermediate_size=32, num_experts_per_tok=2, num_experts=8),
+    "qwen3_5_vl": seeing("qwen3_5", text("qwen3_5_text", **GDN, **PART), QVIS, tie_word_embeddings=False),
+    "qwen3_5_moe_vl": seeing("qwen3_5_moe", text("qwen3_5_moe_text", without=("intermediate_size",), **GDN, **PART,
+        moe_intermediate_size=32, shared_expert_intermediate_size=32, num_experts_per_tok=2, num_experts=8), QVIS,
+        tie_word_embeddings=False),
+    "qwen3_next": text("qwen3_next", **GDN, **PART, moe_intermediate_size=32, shared_expert_intermediate_size=32,
+        num_experts_per_tok=2, num_experts=8),
 }
 RAGGED: dict[str, Blueprint] = {
     "gemma4_dense31b": text("gemma4_text", num_hidden_layers=4, head_dim=16, global_head_dim=32,
@@ -240,12 +249,6 @@ ONE_BY_ONE: dict[str, Blueprint] = {
 }
 # one by one, with states of each sequence
 RECURRENT: dict[str, Blueprint] = {
-    "qwen3_5": text("qwen3_5_text", **GDN, **PART),
-    "qwen3_5_moe": text("qwen3_5_moe_text", without=("intermediate_size",), **GDN, **PART, moe_intermediate_size=32,
-        shared_expert_intermediate_size=32, num_experts_per_tok=2, num_experts=8),
-    "qwen3_5_vl": seeing("qwen3_5", text("qwen3_5_text", **GDN, **PART), QVIS, tie_word_embeddings=False),
-    "qwen3_next": text("qwen3_next", **GDN, **PART, moe_intermediate_size=32, shared_expert_intermediate_size=32,
-        num_experts_per_tok=2, num_experts=8),
     "granite4_h": text("granitemoehybrid", **MAMBA, layer_types=["mamba", "mamba", "attention", "mamba"],
         num_local_experts=4, num_experts_per_tok=2, shared_intermediate_size=48, embedding_multiplier=3.0,
         residual_multiplier=0.4, attention_multiplier=0.3, logits_scaling=2.5),

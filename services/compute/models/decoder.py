@@ -56,7 +56,6 @@ class ForwardBatch:
     last_seen: list[int] | None = None  # see AttentionInputs
     handles: list[int] | None = None  # see AttentionInputs
     states: StateRows | None = None  # of a model that keeps some
-    left: tuple[int, ...] = ()  # see ScheduledBatch
 
 
 class EmbeddingRows(Protocol):
@@ -75,10 +74,9 @@ class ModelWeights:
 
 class Decoder:
     implementation = "native"
-    splits_prompts = takes_segments = True
+    splits_prompts = True
     is_row_invariant = True
     longest_text = None
-    state_bytes = 0
 
     def __init__(
         self,
@@ -133,6 +131,17 @@ class Decoder:
     @property
     def finds_slots(self) -> bool:
         return self.attention.finds_slots
+
+    @property
+    def takes_segments(self) -> bool:
+        return self.recurrence is None
+
+    @property
+    def state_bytes(self) -> int:
+        recurrence = self.config.recurrence
+        return (
+            0 if recurrence is None else len(self.config.recurrent_layers) * recurrence.slot_bytes(self.backend.dtype)
+        )
 
     @property
     def cache_of_all_ranks(self) -> ModelConfig:
@@ -243,7 +252,7 @@ class Decoder:
             batch.block_lens,
             batch.last_seen,
             batch.handles,
-            None if self.recurrence is None or batch.states is None else self.recurrence.plan(batch.states),
+            None if batch.states is None or self.recurrence is None else self.recurrence.plan(batch.states),
         )
         plan = self.attention.plan(inputs, block_size)
         self.backend.buffers.upload()

@@ -1,5 +1,6 @@
 """Readers of what a config.json says of mixtures of experts, for those of architectures.py."""
 
+from dataclasses import replace
 from typing import Any
 
 from services.compute.backends.backend import RouterConfig
@@ -32,6 +33,12 @@ def qwen_mixture(config: Config) -> MoeConfig:
             layer for layer in range(config["num_hidden_layers"]) if layer not in plain and (layer + 1) % step == 0
         ),
     )
+
+
+def gated_qwen_mixture(config: Config) -> MoeConfig:
+    """The same with an expert that all tokens have, weighted by a score."""
+    size = config["shared_expert_intermediate_size"]
+    return replace(qwen_mixture(config), shared_intermediate_size=size, has_shared_gate=size != 0)
 
 
 def deepseek_mixture(config: Config) -> MoeConfig:

@@ -117,7 +117,8 @@ class GgufRows:
 class GgufSource:
     """A WeightSource."""
 
-    def __init__(self, path: Path, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, path: Path, dtype: torch.dtype, device: torch.device, *, is_native: bool = True) -> None:
+        """is_native: for our own executor, not for transformers' modules."""
         self.folder = path
         self.dtype = dtype
         self.device = device
@@ -126,7 +127,7 @@ class GgufSource:
         self._library_names = (
             library_names(self.head, self.architecture) if self.architecture in LIBRARY_FAMILIES else None
         )
-        self.layouts = layouts_of(self.head)
+        self.layouts = layouts_of(self.head, is_native=is_native)
         self._read: set[str] = set()
         self._kinds = {name: self._check(info) for name, info in self.head.tensors.items()}
         self._maps = {each: _map_file(each) for each in {info.path for info in self.head.tensors.values()}}

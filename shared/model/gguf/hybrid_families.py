@@ -1,5 +1,5 @@
 """The GGUF architectures whose layers keep a state: linear attention, Mamba 2, short convolutions.
-transformers' modules compute them."""
+transformers' modules compute them, and our own executor those that are native."""
 
 from typing import Any
 
@@ -26,6 +26,7 @@ def _qwen35(head: GgufHead, prefix: str) -> dict[str, Any]:
         "linear_num_key_heads": sizes["num_groups"],
         "linear_num_value_heads": sizes["num_heads"],
         "layer_types": [LINEAR if each else FULL for each in recurrent[:num_layers]],
+        "linear_value_heads_tiled": prefix != "qwen3next.",  # see RecurrenceConfig.is_tiled
     }
 
 
@@ -182,13 +183,24 @@ HYBRID_FAMILIES = {
     "nemotron_h": Family("NemotronHForCausalLM", "nemotron_h", _nemotron_h),
     "nemotron_h_moe": Family("NemotronHForCausalLM", "nemotron_h", _nemotron_h_moe, _OF_NEMOTRON),
     "qwen35": Family(
-        "Qwen3_5ForCausalLM", "qwen3_5_text", _qwen35, ("nextn_predict_layers", "rope.dimension_sections")
+        "Qwen3_5ForCausalLM",
+        "qwen3_5_text",
+        _qwen35,
+        ("nextn_predict_layers", "rope.dimension_sections"),
+        is_native=True,
     ),
     "qwen35moe": Family(
         "Qwen3_5MoeForCausalLM",
         "qwen3_5_moe_text",
         _qwen35moe,
         ("expert_count", "nextn_predict_layers", "rope.dimension_sections"),
+        is_native=True,
     ),
-    "qwen3next": Family("Qwen3NextForCausalLM", "qwen3_next", _qwen35moe, ("expert_count", "nextn_predict_layers")),
+    "qwen3next": Family(
+        "Qwen3NextForCausalLM",
+        "qwen3_next",
+        _qwen35moe,
+        ("expert_count", "nextn_predict_layers"),
+        is_native=True,
+    ),
 }

@@ -10,16 +10,19 @@ The bits of a token depend on the tokens before it alone: not on the step's othe
 a step begins, nor on how much of it was the log's.
 """
 
+import math
 from dataclasses import dataclass, fields
 from itertools import accumulate
 
 import torch
 from torch import Tensor
 
+from services.compute.backends.host_memory import mapped_zeros
 from services.compute.backends.torch.reference import silu
 
 L2_EPS = 1e-6  # of the norms of q and k
 LARGEST_SIZE = 4096
+LOG_LENGTH = 1  # tokens: the one whose row of logits decides the next may be computed again
 LINEAR_FROM = 20.0  # softplus is x from here on, as in torch
 
 
@@ -38,11 +41,15 @@ class RecurrenceConfig:
     key_dim: int  # of a head
     value_dim: int
     kernel: int  # tokens that the convolution reads, this one included
+    # the heads of values that share a key's stand num_key_heads apart, as in GGUF; else next to each other
+    is_tiled: bool = False
 
     def __post_init__(self) -> None:
         """Raises ValueError for what no model can be."""
-        for field in fields(self)[1:]:
+        for field in fields(self):
             size = getattr(self, field.name)
+            if field.type is not int:
+                continue
             if type(size) is not int or not 0 < size <= LARGEST_SIZE:
                 raise ValueError(
                     f"{field.name} of a recurrent layer is {size!r}, not an integer from 1 to {LARGEST_SIZE}"
@@ -64,6 +71,19 @@ class RecurrenceConfig:
         return self.channels + 2 * self.num_heads
 
     @property
+    def state_shape(self) -> tuple[int, int, int]:
+        return self.num_heads, self.key_dim, self.value_dim
+
+    @property
+    def ring(self) -> int:
+        """Tokens whose logged columns a slot has room for."""
+        return self.kernel - 1 + LOG_LENGTH
+
+    def slot_bytes(self, dtype: torch.dtype) -> int:
+        """A sequence's in one layer. dtype: of activations."""
+        return 4 * math.prod(self.state_shape) + self.ring * self.logged * dtype.itemsize
+
+    @property
     def inner(self) -> int:
         """Columns of the result."""
         return self.num_heads * self.value_dim
@@ -78,7 +98,7 @@ class RecurrenceConfig:
 class RecurrentWeights:
     """The weights of a recurrent layer in addition to its projections, float32."""
 
-    convolution: Tensor  # [channels, kernel]: the last tap is the token's own
+    convolution: Tensor  # [kernel, channels]: the last tap is the token's own
     decay: Tensor  # [heads]: rates, negative
     dt_bias: Tensor  # [heads]
     norm: Tensor  # [value_dim]
@@ -93,9 +113,18 @@ class StateLayer:
     # p % ring. It holds a kernel's tokens less one, and the log's
     inputs: Tensor
 
-    @property
-    def slot_bytes(self) -> int:
-        return sum(each[0].numel() * each.element_size() for each in (self.state, self.inputs))
+
+def make_state_layer(config: RecurrenceConfig, num_slots: int, dtype: torch.dtype, device: torch.device) -> StateLayer:
+    """A layer's, for as many sequences. On a CPU they take memory when they are written."""
+
+    def make(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        if device.type != "cpu":
+            return torch.zeros(shape, dtype=dtype, device=device)
+        return mapped_zeros(math.prod(shape) * dtype.itemsize).view(dtype).view(shape)
+
+    return StateLayer(
+        make((num_slots, *config.state_shape), torch.float32), make((num_slots, config.ring, config.logged), dtype)
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,16 +254,16 @@ class TorchRecurrence:
         config = self.config
         size = config.num_key_heads * config.key_dim
         q, k, v = torch.split(convolved, [size, size, config.num_heads * config.value_dim], 1)
-        q, k = (
-            unit(each.view(-1, config.num_key_heads, config.key_dim)).repeat_interleave(
-                config.num_heads // config.num_key_heads, 1
-            )
-            for each in (q, k)
-        )
+        q, k = (self._of_heads(unit(each.view(-1, config.num_key_heads, config.key_dim))) for each in (q, k))
         b, a = scalars.chunk(2, 1)
         stays = torch.exp(weights.decay * softplus(a + weights.dt_bias))
         v = v.view(-1, config.num_heads, config.value_dim)
         return q * config.key_dim**-0.5, k, v, 1.0 / (1.0 + torch.exp(-b)), stays
+
+    def _of_heads(self, x: Tensor) -> Tensor:
+        """The key of each head of values. x: [tokens, num_key_heads, key_dim]."""
+        sharing = self.config.num_heads // self.config.num_key_heads
+        return x.repeat(1, sharing, 1) if self.config.is_tiled else x.repeat_interleave(sharing, 1)
 
     def _scan(
         self, q: Tensor, k: Tensor, v: Tensor, share: Tensor, stays: Tensor, cache: StateLayer, plan: TorchStatePlan
@@ -258,10 +287,10 @@ class TorchRecurrence:
 
 def convolve(inputs: Tensor, windows: Tensor, weight: Tensor) -> Tensor:
     """The causal convolution of each channel. inputs: [rows, channels]; windows: [tokens] int64, the first row
-    that each token reads; weight: [channels, kernel]. Returns [tokens, channels] float32."""
-    total = inputs[windows].float() * weight[:, 0]
-    for tap in range(1, weight.shape[1]):
-        total = total + inputs[windows + tap].float() * weight[:, tap]
+    that each token reads; weight: [kernel, channels]. Returns [tokens, channels] float32."""
+    total = inputs[windows].float() * weight[0]
+    for tap in range(1, len(weight)):
+        total = total + inputs[windows + tap].float() * weight[tap]
     return total
 
 

@@ -1,0 +1,92 @@
+"""The layers of hybrid models in a checkpoint: which rows of which matrices make a layer of ours, and the
+weights of a recurrence."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from services.compute.backends.torch.recurrent import RecurrenceConfig, RecurrentWeights
+from services.compute.models.config import ModelConfig
+from services.compute.weights.source import WeightSource
+
+
+@dataclass(frozen=True, slots=True)
+class MatrixRows:
+    """Some rows of a matrix."""
+
+    source: str  # its name, which ends in a dot
+    height: int  # of the whole matrix
+    rows: Sequence[range] | None = None  # None: all
+
+    @property
+    def count(self) -> int:
+        return self.height if self.rows is None else sum(map(len, self.rows))
+
+
+def with_gate(config: ModelConfig, block: str) -> list[MatrixRows]:
+    """The pieces of q, k, v and attention's gate: a head's rows of the gate stand behind its rows of q."""
+    dim, num_heads, num_kv_heads = config.head_dim, config.num_heads, config.num_kv_heads
+    q, gate = (
+        MatrixRows(block + "q_proj.", 2 * num_heads * dim, every(range(start, start + dim), 2 * dim, num_heads))
+        for start in (0, dim)
+    )
+    return [q, *(MatrixRows(f"{block}{name}_proj.", num_kv_heads * dim) for name in "kv"), gate]
+
+
+def delta_pieces(sizes: RecurrenceConfig, source: WeightSource, block: str) -> list[MatrixRows]:
+    """The pieces of a projected row of gated delta-net: q, k and v in a matrix, z, b and a in one each; or
+    (Qwen3-Next) all but b and a in one, by heads of keys, and those in another."""
+    keys, sharing = sizes.num_key_heads, sizes.num_heads // sizes.num_key_heads
+
+    def by_key(name: str, *widths: int) -> list[MatrixRows]:
+        """Parts of these widths, which take turns in a matrix."""
+        borders = [sum(widths[:count]) for count in range(len(widths) + 1)]
+        period = borders[-1]
+        return [
+            MatrixRows(block + name, period * keys, every(range(start, end), period, keys))
+            for start, end in pairwise(borders)
+        ]
+
+    if source.has(block + "in_proj_qkv.weight"):
+        inputs, gate = (
+            [MatrixRows(block + "in_proj_qkv.", sizes.channels)],
+            MatrixRows(block + "in_proj_z.", sizes.inner),
+        )
+    else:
+        values = sharing * sizes.value_dim
+        *inputs, gate = by_key("in_proj_qkvz.", sizes.key_dim, sizes.key_dim, values, values)
+    if source.has(block + "in_proj_b.weight"):
+        scalars = [MatrixRows(f"{block}in_proj_{name}.", sizes.num_heads) for name in "ba"]
+    else:
+        scalars = by_key("in_proj_ba.", sharing, sharing)
+    return [*inputs, *scalars, gate]
+
+
+def every(first: range, period: int, count: int) -> list[range]:
+    """A range, and others like it, each `period` behind the one before."""
+    return [range(first.start + number * period, first.stop + number * period) for number in range(count)]
+
+
+def read_recurrent(sizes: RecurrenceConfig, source: WeightSource, prefix: str, *, is_packed: bool) -> RecurrentWeights:
+    """The weights of a layer, whose names begin so. A packed checkpoint has them as they are computed with."""
+    shapes = {
+        "convolution": (sizes.kernel, sizes.channels),
+        "decay": (sizes.num_heads,),
+        "dt_bias": (sizes.num_heads,),
+        "norm": (sizes.value_dim,),
+    }
+
+    def read(name: str, shape: tuple[int, ...]) -> Tensor:
+        return source.dense(prefix + name, shape, dtype=torch.float32)
+
+    if is_packed:
+        return RecurrentWeights(**{name: read("recurrent." + name, shape) for name, shape in shapes.items()})
+    return RecurrentWeights(
+        read("linear_attn.conv1d.weight", (sizes.channels, 1, sizes.kernel)).squeeze(1).T.contiguous(),
+        -torch.exp(read("linear_attn.A_log", shapes["decay"])),
+        read("linear_attn.dt_bias", shapes["dt_bias"]),
+        read("linear_attn.norm.weight", shapes["norm"]),
+    )
