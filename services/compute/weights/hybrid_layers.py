@@ -50,7 +50,7 @@ def delta_pieces(sizes: RecurrenceConfig, source: WeightSource, block: str) -> l
             for start, end in pairwise(borders)
         ]
 
-    if source.has(block + "in_proj_qkv.weight"):
+    if has_matrix(source, block + "in_proj_qkv."):
         inputs, gate = (
             [MatrixRows(block + "in_proj_qkv.", sizes.channels)],
             MatrixRows(block + "in_proj_z.", sizes.inner),
@@ -58,11 +58,16 @@ def delta_pieces(sizes: RecurrenceConfig, source: WeightSource, block: str) -> l
     else:
         values = sharing * sizes.value_dim
         *inputs, gate = by_key("in_proj_qkvz.", sizes.key_dim, sizes.key_dim, values, values)
-    if source.has(block + "in_proj_b.weight"):
+    if has_matrix(source, block + "in_proj_b."):
         scalars = [MatrixRows(f"{block}in_proj_{name}.", sizes.num_heads) for name in "ba"]
     else:
         scalars = by_key("in_proj_ba.", sharing, sharing)
     return [*inputs, *scalars, gate]
+
+
+def has_matrix(source: WeightSource, name: str) -> bool:
+    """Whether there is a matrix of that name, in any format."""
+    return any(source.has(name + part) for part in ("weight", "qweight", "weight_packed"))
 
 
 def every(first: range, period: int, count: int) -> list[range]:
