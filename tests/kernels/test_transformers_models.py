@@ -13,8 +13,9 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
-from transformers import PretrainedConfig
+from transformers import AutoConfig, PretrainedConfig
 
+from services.compute.backends.choose import choose_backend
 from services.compute.loop.engine import build_engine
 from services.compute.models.config import Packed
 from services.compute.models.transformers_attention import (
@@ -311,6 +312,42 @@ def test_what_a_row_of_several_sequences_would_make_wrong_is_found(tmp_path: Pat
         model.eval().set_attn_implementation(ATTENTION)
         with pytest.raises(Unsupported, match=reason):
             TransformersModel(model, FLOAT32, is_ragged=True)
+
+
+@pytest.mark.parametrize(("num_tokens", "continues_chunks"), [(1, None), (4, False), (5, True)])
+def test_a_layer_that_forgets_its_state_is_found(
+    num_tokens: int, continues_chunks: bool | None, tmp_path: Path
+) -> None:
+    """Where so many tokens or more follow it, though another layer of the kind reads its own. Tokens of a probe that
+    follow at once are one more than the convolution's three."""
+    model = make("lfm2", tmp_path)
+
+    def forget(_: object, __: object, terms: dict[str, Any]) -> None:
+        cache = next(each for each in terms.values() if isinstance(each, PassingCache))
+        if terms["hidden_states"].shape[1] >= num_tokens:
+            assert cache.states is not None
+            cache.states.layers.pop((2, 0), None)
+
+    model.model.layers[2].conv.register_forward_pre_hook(forget, with_kwargs=True)
+    if continues_chunks is None:
+        with pytest.raises(Unsupported, match="it forgets a sequence from one token to the next"):
+            TransformersModel(model, FLOAT32, is_ragged=False)
+    else:
+        assert TransformersModel(model, FLOAT32, is_ragged=False).continues_chunks == continues_chunks
+
+
+def test_layers_that_hand_over_another_dtype_have_no_kernel(tmp_path: Path) -> None:
+    """Which reads the backend's bytes."""
+    reference_model("qwen3", tmp_path)
+    backend = choose_backend(torch.bfloat16, torch.device("cpu"))
+    model = load_library_modules(tmp_path, backend, Packed("none", 32), AutoConfig.from_pretrained(tmp_path))
+    wider = torch.nn.Identity()
+    wider.register_forward_hook(lambda _, __, output: output.float())
+    model.model.layers[1].self_attn.q_norm = wider
+    register()
+    model.set_attn_implementation(ATTENTION)
+    executor = TransformersModel(model, backend, is_ragged=True)
+    assert executor.kernels.keys() == executor.shapes.keys() - {1}
 
 
 def test_every_question_that_the_library_can_ask_of_a_cache_is_answered_or_refused() -> None:

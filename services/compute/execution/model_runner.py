@@ -200,7 +200,7 @@ class ModelRunner:
             overlay=self._overlay(batch),
             last_seen=last_seen_of(batch),
             handles=[row.handle for row in batch.rows],
-            left=batch.left,
+            left_handles=batch.left_handles,
         )
         self._prepared = logit_rows, prepared.logit_rows
         plan = self.model.plan(prepared, block_size)

@@ -46,7 +46,7 @@ class ForwardBatch:
     overlay: Overlay | None = None  # of the embeddings of input_ids
     last_seen: list[int] | None = None  # see AttentionInputs
     handles: list[int] | None = None  # see AttentionInputs
-    left: tuple[int, ...] = ()  # see ScheduledBatch
+    left_handles: tuple[int, ...] = ()  # see ScheduledBatch
 
 
 class EmbeddingRows(Protocol):

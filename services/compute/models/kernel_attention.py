@@ -20,6 +20,7 @@ UNTURNED = 32  # dimensions that a kernel turns at least: by nothing, for the li
 class PlainAttention:
     """A layer's attention, as far as a kernel has to know it."""
 
+    dtype: torch.dtype  # of queries, keys and values
     num_heads: int
     window: int | None  # how many tokens back each sees
     scale: float
@@ -35,15 +36,15 @@ class KernelLayer:
 def make_kernel_layers(
     backend: Backend, num_kv_heads: int, head_dim: int, layers: Mapping[int, PlainAttention]
 ) -> dict[int, KernelLayer]:
-    """The layers that the backend has a kernel for, by number. num_kv_heads, head_dim: of the cache, and of
-    each of these layers."""
+    """The layers that the backend has a kernel for, by number: it reads its own dtype only. num_kv_heads, head_dim: of
+    the cache, and of each of these layers."""
     if backend.device.type != "cpu" or not has_same_columns(backend):
         return {}
     made: dict[tuple[Heads, Scores], Attention] = {}
     found = {}
     for number, layer in layers.items():
         heads, scores = Heads(layer.num_heads, num_kv_heads, head_dim, UNTURNED), Scores(layer.scale, layer.cap)
-        if heads.are_supported:
+        if heads.are_supported and layer.dtype == backend.dtype:
             if (heads, scores) not in made:
                 made[heads, scores] = backend.make_attention(heads, scores)
             found[number] = KernelLayer(made[heads, scores], layer.window)

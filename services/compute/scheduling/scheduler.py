@@ -85,8 +85,9 @@ class Scheduler:
         self.max_batched_tokens = max(max_batched_tokens, max_num_seqs)  # so every running sequence can have its token
         self.aging_s = aging_s
         self.target_itl_s = target_itl_s
+        self.keeps_states = block_manager.keeps_states
         self.run_ahead = run_ahead  # steps whose foreseen tokens a sequence may be computed on
-        self._left: list[int] = []  # handles of sequences that have lost their places since the last step
+        self._left_handles: list[int] = []  # of sequences that have lost their places since the last step
         self.policy = PLAIN  # of the current step, or of the last one
         self._is_apart = False  # the current step, or the last one, is of sequences that run apart
         self.step_cost = StepCostFit()
@@ -154,8 +155,8 @@ class Scheduler:
             self._advance(sequence, 1 + count, count) for sequence, count in zip(step.decodes, num_drafts, strict=True)
         ]
         chunks = [self._advance(sequence, count) for sequence, count in step.chunks]
-        left, self._left = tuple(self._left), []
-        return ScheduledBatch((*decodes, *chunks), len(decodes), copies, left)
+        left_handles, self._left_handles = tuple(self._left_handles), []
+        return ScheduledBatch((*decodes, *chunks), len(decodes), copies, left_handles)
 
     def append(self, sequence: Sequence, token_id: int) -> None:
         """The sequence's next token was decided."""
@@ -177,7 +178,7 @@ class Scheduler:
         sequence = prefix.sequence
         if len(sequence.tokens) > prefix.num_tokens:
             self.truncate(sequence, prefix.num_tokens)
-        num_standing = 0 if self.block_manager.keeps_states else prefix.num_tokens - 1
+        num_standing = 0 if self.keeps_states else prefix.num_tokens - 1
         sequence.kv.recompute(num_standing, self.block_manager.block_size)
 
     def confirm(self, sequence: Sequence) -> None:
@@ -196,7 +197,7 @@ class Scheduler:
         """Nothing that is computed behind the first num_tokens stands; of a model that keeps states, nothing at
         all."""
         if num_tokens < sequence.kv.num_computed:
-            sequence.kv.rewind(0 if self.block_manager.keeps_states else num_tokens)
+            sequence.kv.rewind(0 if self.keeps_states else num_tokens)
 
     def finish(self, sequence: Sequence, *, is_complete: bool = False) -> None:
         """The sequence has ended, waiting or running, with its whole answer (is_complete, its last token
@@ -308,7 +309,7 @@ class Scheduler:
         """A running sequence of the same prompt, if there is one; rather one whose prompt is computed. It has
         the logprobs that are asked of the prompt."""
         request, num_prompt = sequence.request, sequence.tokens.num_prompt
-        if request.group_id is None or self.block_manager.keeps_states:
+        if request.group_id is None or self.keeps_states:
             return None
         group = [other for other in self.running.values() if other.request.group_id == request.group_id]
         prompt_logprobs = request.params.prompt_logprobs
@@ -436,8 +437,8 @@ class Scheduler:
         if not self._num_running[sequence.request.tenant_id]:
             del self._num_running[sequence.request.tenant_id]
         self.block_manager.free(sequence)
-        if self.block_manager.keeps_states:
-            self._left.append(sequence.handle)
+        if self.keeps_states:
+            self._left_handles.append(sequence.handle)
 
 
 class PrefixHits:

@@ -66,8 +66,8 @@ class ScheduledBatch:
     num_decodes: int  # of the rows, the first ones
     # (from, to), before the step: one after the other, and none from a block that has been copied to
     block_copies: tuple[tuple[int, int], ...] = ()
-    # handles of sequences that have lost their places since the last step, of a model that keeps states
-    left: tuple[int, ...] = ()
+    # of sequences that have lost their places since the last step, of a model that keeps states
+    left_handles: tuple[int, ...] = ()
 
     @property
     def num_tokens(self) -> int:
