@@ -21,7 +21,7 @@ from shared.model.gguf.tokenizer import make_tokenizer, make_tokenizer_config
 from shared.model.gguf.vision import read_mmproj
 from shared.process.errors import StartupError
 
-FORMAT = 7  # of what is written: counted up whenever the same file would give other JSON
+FORMAT = 8  # of what is written: counted up whenever the same file would give other JSON
 
 UNUSED_S, RECENT_S = 90 * 24 * 3600, 24 * 3600
 MAX_BYTES = 1 << 30

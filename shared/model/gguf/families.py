@@ -6,7 +6,7 @@ The reference is what llama.cpp's converter writes and what its loader takes for
 
 from typing import Any
 
-from shared.model.gguf.family import FULL, SLIDING, Family, head_dim_of, read_experts, read_kinds
+from shared.model.gguf.family import FULL, SIGMOID, SLIDING, Family, head_dim_of, read_experts, read_kinds
 from shared.model.gguf.library_families import LIBRARY_FAMILIES
 from shared.model.gguf.reader import GgufHead
 from shared.model.gguf.rope import make_rope
@@ -54,10 +54,14 @@ def find_family(head: GgufHead) -> Family:
             f"{head.path}: the GGUF architecture {name!r} is not supported{lack}; these are: "
             f"{', '.join(sorted(FAMILIES))}"
         )
-    for key, values in NEUTRAL.items():
+    gating = {"expert_gating_func": (SIGMOID, 0)} if family.has_sigmoid_experts else {}
+    for key, values in (NEUTRAL | gating).items():
         value = head.metadata.get(f"{name}.{key}", values[0])
         if key not in family.reads and value not in values:
-            raise StartupError(f"{head.path}: {name}.{key} is {str(value)[:40]}; no model with it is read")
+            raise StartupError(
+                f"{head.path}: {name}.{key} is {str(value)[:40]}; no model with it is read, of {family.architecture} "
+                f"those with {' or '.join(map(str, values))}"
+            )
     return family
 
 
