@@ -13,14 +13,13 @@ from torch import Tensor
 from transformers import AutoConfig
 
 from services.compute.backends.torch.backend import TorchBackend
-from services.compute.loop.engine import is_native_model
+from services.compute.models.architectures import is_native
 from services.compute.models.config import Packed
 from services.compute.weights.library_modules import KernelLinear, load_library_modules
 from shared.model.files import DEMO_MODEL, open_model
 from shared.model.gguf.checkpoint import unpack_metadata
 from shared.model.gguf.library_families import LIBRARY_FAMILIES
 from shared.process.errors import StartupError
-from shared.process.settings import ComputeSettings
 from tests.kernels.gguf_files import add_tokenizer
 from tests.models.blueprints import text
 from tests.models.cases import CASES
@@ -201,4 +200,6 @@ def test_a_file_that_the_librarys_modules_read_goes_to_them(family: str, tmp_pat
     config = {"architectures": [LIBRARY_FAMILIES[family].architecture]}
     (tmp_path / "model.gguf").write_bytes(b"")
     files = replace(open_model(str(DEMO_MODEL)), weights=tmp_path / "model.gguf", config=config)
-    assert not is_native_model(ComputeSettings(), files)
+    assert not is_native(files, "auto")
+    with pytest.raises(StartupError, match="--model-impl native: "):
+        is_native(files, "native")

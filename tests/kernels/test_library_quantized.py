@@ -14,7 +14,17 @@ import transformers
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
-from services.compute.weights.library_modules import KernelExperts, KernelLinear, KernelMlp
+from services.compute.backends.choose import choose_backend
+from services.compute.models.config import Packed
+from services.compute.models.transformers_attention import Unsupported
+from services.compute.models.transformers_model import TransformersModel
+from services.compute.weights.library_modules import (
+    KernelExperts,
+    KernelLinear,
+    KernelMlp,
+    KernelWeight,
+    load_library_modules,
+)
 from shared.process.errors import StartupError
 from tests.kernels.families import CONFIGS as FAMILIES
 from tests.kernels.families import Engine, assert_greedy, reference_model
@@ -197,6 +207,40 @@ def test_layers_are_quantized_as_they_are_read(family: str, quantization: str, t
             assert forms == {{"w8a8": "INT8", "w4": "INT4", "nf4": "FOUR_BIT"}[quantization]}
     assert any(isinstance(module, KernelExperts | KernelMlp | KernelLinear) for module in model.modules())
     assert_bits_are_the_same(engine)
+
+
+def test_a_routers_weight_is_multiplied_by_the_backend_or_refused(tmp_path: Path) -> None:
+    backend, linear = choose_backend(torch.bfloat16, torch.device("cpu")), torch.nn.functional.linear
+    weight, x, bias = (torch.randn(*shape, dtype=torch.bfloat16) for shape in ((8, 64), (3, 64), (8,)))
+    kept = KernelWeight.of(weight, backend)
+    assert (kept.shape, kept.dtype, kept.device.type, kept.size(1)) == ((8, 64), torch.bfloat16, "cpu", 64)
+    for product in (
+        linear(x.float(), kept.float()),
+        linear(x.float(), kept.type(torch.float32)),
+        linear(input=x.to(kept.dtype).float(), weight=kept.to(torch.float32)),
+        linear(x.float(), kept, bias.float()) - bias.float(),
+    ):
+        torch.testing.assert_close(product, x.float() @ weight.float().T, rtol=1e-4, atol=1e-4)
+        assert type(product) is torch.Tensor
+    for refused in (
+        lambda: x @ kept.T,
+        lambda: torch.matmul(x, kept),
+        lambda: linear(kept, kept),
+        lambda: torch.cat([kept, kept]),
+        lambda: x.to(kept),
+        lambda: kept.data,
+        lambda: kept[0],
+        kept.norm,
+    ):
+        with pytest.raises(Unsupported, match="it reads a router's weight by torch"):
+            refused()
+    reference_model("qwen3-moe", tmp_path, config=CONFIGS["qwen3-moe"])
+    model = load_library_modules(tmp_path, backend, Packed("none", 32), CONFIGS["qwen3-moe"])
+    gate = model.model.layers[0].mlp.gate
+    assert isinstance(gate.weight, KernelWeight)
+    gate.forward = lambda x: x @ gate.weight.T
+    with pytest.raises(Unsupported, match="it reads a router's weight by"):
+        TransformersModel(model, backend, is_ragged=False)
 
 
 def test_what_a_file_has_quantized_is_not_quantized_again(tmp_path: Path) -> None:

@@ -178,7 +178,7 @@ class Grouped(Coded):
         )
         return replace(self, scales=of_groups(self.scales, self.steps), minima=minima, steps=None, minimum_steps=None)
 
-    def in_halves(self) -> "Grouped":
+    def with_half_scales(self) -> "Grouped":
         """The same with scales and minima rounded to float16, if that changes those of no column by
         more than ROUNDING, root mean square."""
         plain = self.without_steps()

@@ -57,7 +57,6 @@ from services.compute.speculation.medusa import MedusaHeads
 from services.compute.speculation.proposer import Proposer
 from services.compute.weights.fingerprint import fingerprint, vision_fingerprint, with_drafts
 from shared.model.files import ModelFiles
-from shared.model.gguf.library_families import LIBRARY_FAMILIES
 from shared.model.grammar import Vocabulary, load_vocabulary
 from shared.model.segments import SEGMENT_MULTIPLE
 from shared.model.vision.families import Dynamic
@@ -166,25 +165,12 @@ def choose_speculators(settings: ComputeSettings, model: Model) -> tuple[str, ..
     return tuple(settings.speculate.split(","))
 
 
-# classes whose GGUF files the library's modules alone read: the native loader knows the published names only
-OF_THE_LIBRARY = frozenset(family.architecture for family in LIBRARY_FAMILIES.values())
-
-
-def is_native_model(settings: ComputeSettings, files: ModelFiles) -> bool:
-    """Whether our own executor runs the model, rather than transformers' modules."""
-    if settings.model_impl != "auto":
-        return settings.model_impl == "native"
-    if files.weights.is_file() and files.config["architectures"][0] in OF_THE_LIBRARY:
-        return False
-    return is_native(files.config)
-
-
 def load_model(
     settings: ComputeSettings, files: ModelFiles, backend: Backend, max_model_len: int | None, place: Placement = ALONE
 ) -> Model:
     """The model as the settings want it run, or this place's part of it. max_model_len: of the
     longest sequence, in tokens; None: as many as the cache holds. Raises StartupError."""
-    if is_native_model(settings, files):
+    if is_native(files, settings.model_impl):
         config = read_config(files.config, max_model_len)
         return load_decoder(
             place,
@@ -215,10 +201,8 @@ def load_model(
         )
         load_modules = partial(load_library_modules, files.weights, backend, packing)
         if files.labels or is_encoder(files.config, files.folder):
-            if settings.quantization != "none":
-                raise StartupError(
-                    f"--quantization {settings.quantization}: {files.name} is an encoder; these are not quantized"
-                )
+            if packing.option:
+                raise StartupError(f"{packing.option}: {files.name} is an encoder; these are not quantized")
             if files.weights.is_file():
                 return load_gguf_encoder(files.folder, backend, load_modules)
             load = load_classifier if files.labels else load_encoder
@@ -274,7 +258,7 @@ def load_models(settings: ComputeSettings, files: ModelFiles, end: Group | Membe
     """Open the backend, and load the models. Raises StartupError."""
     device = choose_device(settings.device, 0 if end is None or end.memory_fd is None else end.rank)
     backend = open_backend(settings, files, device, settings.num_threads if end is None else end.num_threads)
-    if end is not None and not is_native_model(settings, files):  # its dtype is not to blame
+    if end is not None and not is_native(files, settings.model_impl):  # its dtype is not to blame
         raise StartupError(
             f"{files.name} runs on the transformers library, whole: a group of ranks divides native models only "
             "(--tensor-parallel-size)"
@@ -369,7 +353,7 @@ def load_engine(settings: ComputeSettings, files: ModelFiles, group: Group | Non
         load_vocabulary=partial(load_vocabulary, files.folder, model.config.vocab_size, files.eos_token_ids),
         max_model_len=size.max_model_len,
         pooling=files.pooling or ("mean" if is_encoder else "last"),
-        dense_layers=read_dense_layers(files.folder),
+        dense_layers=read_dense_layers(files.folder, files.hidden_size),
         fingerprint=identity.name,
         is_encoder=is_encoder or (isinstance(model, Decoder) and model.config.is_bare),
         no_segments=refuse_segments(model, settings.block_size),

@@ -17,6 +17,8 @@ from services.compute.models.mixtures import (
 )
 from services.compute.models.rope import no_rope, read_rope
 from services.compute.models.sizes import LARGEST, check_size, check_sizes
+from shared.model.files import ModelFiles
+from shared.model.gguf.library_families import LIBRARY_FAMILIES
 from shared.process.errors import StartupError
 
 # what a config.json leaves out has the default of the model's class in transformers, where that is
@@ -87,6 +89,9 @@ YARN = {
     "original_max_position_embeddings": 4096,
 }
 
+# whose GGUF files have names and forms that the native loader does not know
+LIBRARY_ARCHITECTURES = frozenset(family.architecture for family in LIBRARY_FAMILIES.values())
+
 Config = dict[str, Any]  # a parsed config.json
 
 
@@ -100,18 +105,40 @@ def architecture_of(config: Config) -> str:
     return whole if names[0].endswith("Model") and whole in ARCHITECTURES else names[0]
 
 
+def is_native(files: ModelFiles, model_impl: str) -> bool:
+    """Whether our own executor runs the model, rather than transformers' modules. model_impl: what --model-impl
+    asks for. Raises StartupError if that is an executor that can't."""
+    reason = lack_of(files.config)
+    if not reason and files.weights.is_file() and architecture_of(files.config) in LIBRARY_ARCHITECTURES:
+        reason = f"GGUF files of {architecture_of(files.config)} are read by transformers' modules only"
+    if reason and model_impl == "native":
+        raise StartupError(f"--model-impl native: {files.name}: {reason}")
+    return not reason and model_impl != "transformers"
+
+
+def lack_of(config: Config) -> str:
+    """Why no reader here reads a parsed config.json, of a model that sees its text's part; empty: one does. Raises
+    StartupError."""
+    architecture, kind = architecture_of(config), config.get("model_type", "llama")
+    if architecture not in ARCHITECTURES:
+        return f"architecture {architecture} is not supported; these are: {', '.join(sorted(ARCHITECTURES))}"
+    if ARCHITECTURES[architecture] is _llava and kind not in TEXTS:
+        return (
+            f"config.json: a text_config of the model_type {kind} is not supported here; these are: {', '.join(TEXTS)}"
+        )
+    return ""
+
+
 def read_config(config: Config, max_model_len: int | None = None) -> ModelConfig:
     """The parsed config.json as a ModelConfig. Raises StartupError for what the executor can't run.
 
     max_model_len: the longest sequence that will be computed, if it is not the model's own (see
     read_rope).
     """
+    if reason := lack_of(config):
+        raise StartupError(reason)
     architecture = architecture_of(config)
-    reader = ARCHITECTURES.get(architecture)
-    if reader is None:
-        raise StartupError(
-            f"architecture {architecture} is not supported; these are: {', '.join(sorted(ARCHITECTURES))}"
-        )
+    reader = ARCHITECTURES[architecture]
     config = DEFAULTS.get(architecture, {}) | config
     quantized = config.get("quantization_config") or config.get("compression_config") or {}
     if not isinstance(quantized, dict):
@@ -386,19 +413,7 @@ def _gemma3(config: Config, max_model_len: int) -> ModelConfig:
 
 def _llava(config: Config, max_model_len: int) -> ModelConfig:
     """The text part of a model that sees: one of other families, as its model_type says."""
-    kind = str(config.get("model_type", "llama"))
-    if kind not in TEXTS:  # asked for with --model-impl native
-        raise StartupError(
-            f"config.json: a text_config of the model_type {kind} is not supported here; these are: {', '.join(TEXTS)}"
-        )
-    return TEXTS[kind](config, max_model_len)
-
-
-def is_native(config: Config) -> bool:
-    """Whether an architecture here is the model's. config: a parsed config.json, of a model that sees its
-    text's part."""
-    reader = ARCHITECTURES.get(architecture_of(config))
-    return reader is not None and (reader is not _llava or config.get("model_type", "llama") in TEXTS)
+    return TEXTS[config.get("model_type", "llama")](config, max_model_len)
 
 
 def _olmo2(config: Config, max_model_len: int) -> ModelConfig:

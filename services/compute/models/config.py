@@ -24,6 +24,13 @@ class Packed:
     lm_head: bool = False  # the same
 
     @property
+    def option(self) -> str:
+        """The first option of the command line that asks for it; empty: nothing is quantized."""
+        if self.quantization != "none":
+            return f"--quantization {self.quantization}"
+        return "--quantize-attention-output" * self.attention_output or "--quantize-lm-head" * self.lm_head
+
+    @property
     def of_output(self) -> str:
         return self.quantization if self.attention_output else IN_EIGHT_BITS.get(self.quantization, self.quantization)
 

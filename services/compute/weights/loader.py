@@ -27,6 +27,7 @@ from services.compute.ranks.parallel.share import EVERYTHING, Portion, Share
 from services.compute.weights.gguf_source import GgufSource
 from services.compute.weights.mxfp4 import read_expert
 from services.compute.weights.safetensors_source import SafetensorsSource
+from services.compute.weights.source import in_halves
 from shared.process.errors import StartupError
 from shared.process.telemetry import get_logger
 
@@ -50,16 +51,15 @@ def open_source(location: Path, config: ModelConfig, backend: Backend) -> Safete
     )
 
 
-def check_quantizable(source: SafetensorsSource | GgufSource, option: str) -> None:
+def check_quantizable(location: Path, quantized_as: str, option: str) -> None:
     """Raises StartupError, which names the option that asks for it, where layers keep the form that
-    they have in the file."""
-    if source.quantized_as:
-        again = "; penstock quantize --calibrate dequantizes it first" if isinstance(source, GgufSource) else ""
-        reason = (
-            f"is quantized already ({source.quantized_as}) and keeps its form; only dense checkpoints are "
-            f"quantized{again}"
+    they have in the file. quantized_as: a source's."""
+    if option and quantized_as:
+        again = "; penstock quantize --calibrate dequantizes it first" if location.is_file() else ""
+        raise StartupError(
+            f"{option}: {location} is quantized already ({quantized_as}) and keeps its form; only dense checkpoints "
+            f"are quantized{again}"
         )
-        raise StartupError(f"{option}: {source.folder} {reason}")
 
 
 def warn_of_widened(widened: Counter[str], dtype: torch.dtype) -> None:
@@ -125,13 +125,10 @@ def load_parts(
         if has_four_bits and lm_head and not config.packed.lm_head:
             raise StartupError(f"--quantize-lm-head: {folder} is quantized already, without it")
     source = open_source(folder, config, backend)
-    loader = Loader(
-        source, config, backend, config.packed or Packed(quantization, group, attention_output, lm_head), portion
-    )
+    packing = Packed(quantization, group, attention_output, lm_head)
+    loader = Loader(source, config, backend, config.packed or packing, portion)
     try:
-        if quantization != "none" or attention_output or lm_head:
-            option = "--quantize-attention-output" if attention_output else "--quantize-lm-head"
-            check_quantizable(source, f"--quantization {quantization}" if quantization != "none" else option)
+        check_quantizable(folder, source.quantized_as, packing.option)
         embedding = source.embedding((config.vocab_size, config.hidden_size)) if portion.has_embedding else None
         parts = []
         for number in range(config.num_layers) if portion.layers is None else portion.layers:
@@ -434,7 +431,7 @@ class Loader:
             [self.source.dense(source + "bias", shape[:1], some) for source, shape, some in read] if has_bias else []
         )
         for number in range(num_rotated):
-            matrices[number] = self.in_halves(matrices[number], sources[number])
+            matrices[number] = self.turned(matrices[number], sources[number])
             if biases:
                 biases[number] = in_halves(biases[number], self.config.head_dim)
         bias = torch.cat(biases) if biases else None
@@ -452,7 +449,7 @@ class Loader:
             whole_n=sum(shape[0] for shape in shapes),
         )
 
-    def in_halves(self, matrix: Matrix, name: str) -> Dense:
+    def turned(self, matrix: Matrix, name: str) -> Dense:
         """The rows of q or k in the order that the kernels rotate. Raises StartupError."""
         if not isinstance(matrix, Dense):
             raise StartupError(
@@ -476,12 +473,6 @@ class Loader:
             )
         except ValueError as error:
             raise StartupError(f"{self.source.folder}: {name.rstrip('.')}: {error}") from None
-
-
-def in_halves(rows: Tensor, head_dim: int) -> Tensor:
-    """Each head's rows with even numbers, then those with odd ones: what turned with its neighbour turns
-    with the one half a head away, and q . k stays. rows: [heads * head_dim, ...]."""
-    return rows.view(-1, head_dim // 2, 2, *rows.shape[1:]).transpose(1, 2).flatten(0, 2)
 
 
 def scaled(part: range, factor: int) -> range:

@@ -71,3 +71,9 @@ def take_rows(tensor: Tensor, rows: Sequence[range] | None, dim: int = 0) -> Ten
         return tensor
     parts = [tensor.narrow(dim, each.start, len(each)) for each in rows]
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
+
+
+def in_halves(rows: Tensor, head_dim: int) -> Tensor:
+    """Each head's rows with even numbers, then those with odd ones: what turned with its neighbour turns
+    with the one half a head away, and q . k stays. rows: [heads * head_dim, ...]."""
+    return rows.view(-1, head_dim // 2, 2, *rows.shape[1:]).transpose(1, 2).flatten(0, 2)
