@@ -110,6 +110,14 @@ NATIVE: dict[str, Blueprint] = {
     "ministral3": text("ministral3", head_dim=32, rope_parameters=MINISTRAL3_ROPE),
     "ministral3_vl": seeing("mistral3", text("ministral3", head_dim=32, rope_parameters=MINISTRAL3_ROPE),
         PIX | {"model_type": "pixtral"}),
+    "gemma": text("gemma", head_dim=16),
+    "idefics3": seeing("idefics3", text("llama"), SIG),
+    "llava": seeing("llava", text("llama"), SIG | {"model_type": "clip_vision_model", "projection_dim": 32}),
+    "llava_next": seeing("llava_next", text("mistral", sliding_window=None), SIG | {"model_type": "clip_vision_model",
+        "projection_dim": 32}),
+    "qwen2_vl": seeing("qwen2_vl", text("qwen2_vl_text", rope_parameters={"rope_type": "default",
+        "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}), {"depth": 2, "embed_dim": 32, "hidden_size": 64,
+        "num_heads": 2, "in_channels": 3, "patch_size": 14, "spatial_merge_size": 2, "temporal_patch_size": 2}),
     "gemma2": text("gemma2", head_dim=16, sliding_window=24, attn_logit_softcapping=5.0, query_pre_attn_scalar=16),
 }
 RAGGED: dict[str, Blueprint] = {

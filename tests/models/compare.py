@@ -19,7 +19,7 @@ from services.compute.loop.engine import Engine, build_engine
 from services.compute.scheduling.offline import run_step
 from services.compute.sequence import Request, Sequence, Tokens
 from services.compute.sequence.batch import ScheduledBatch
-from shared.model.files import DEMO_MODEL, open_model
+from shared.model.files import DEMO_MODEL, ModelFiles, open_model
 from shared.model.sampling_params import SamplingParams
 from shared.process.errors import StartupError
 from shared.process.settings import ComputeSettings
@@ -74,12 +74,9 @@ def compare(name: str, blueprint: Blueprint, folder: Path, converter: Path | Non
     model_class = blueprint.model_class(config)
     write_checkpoint(name, model_class, config, folder)
     files = open_model(str(folder if converter is None else convert(name, folder, converter)), weights=True)
-    try:
-        engine = build_engine(settings(), files)
-    except StartupError as error:
-        result.outcome = f"refused: {error}"
+    engine, result.outcome = build(files)
+    if engine is None:
         return result
-    result.outcome = engine.runner.model.implementation.removeprefix("transformers (").removesuffix(")")
     reference = model_class.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
     expected = [greedy(reference, prompt) for prompt in PROMPTS]
     logits: dict[int, list[Tensor]] = {}
@@ -89,6 +86,15 @@ def compare(name: str, blueprint: Blueprint, folder: Path, converter: Path | Non
     runs |= {"chunks": run(small, {}), "prefix cache": run(small, {})}
     result.tokens = ", ".join(f"differ in {way}" for way, found in runs.items() if found != expected) or "equal"
     return result
+
+
+def build(files: ModelFiles) -> tuple[Engine | None, str]:
+    """The engine, and how it runs the model; None: why it refuses to."""
+    try:
+        engine = build_engine(settings(), files)
+    except StartupError as error:
+        return None, f"refused: {error}"
+    return engine, engine.runner.model.implementation.removeprefix("transformers (").removesuffix(")")
 
 
 def write_checkpoint(name: str, model_class: Any, config: Any, folder: Path) -> None:
