@@ -22,13 +22,6 @@ FORMS = {
     "ragged": "library",
     "one by one": "library, one by one",
 }
-# classes whose files have another's name, and differ in metadata
-ALSO = {
-    "deepseek2": ("DeepseekV3ForCausalLM", "Glm4MoeLiteForCausalLM"),
-    "llama": ("MistralForCausalLM", "MixtralForCausalLM"),
-    "mistral3": ("Ministral3ForCausalLM",),
-    "olmo2": ("Olmo3ForCausalLM",),
-}
 LEGEND = """Native: Penstock's own decoder. Library: transformers' modules, with Penstock's kernels in the place of
 their matrices, experts and plain attention. One by one: each sequence is a pass of its own; models with recurrent
 states run so, without the prefix cache and without speculation."""
@@ -81,7 +74,7 @@ def listed() -> list[tuple[str, str, str, dict[str, str], str]]:
             {
                 word: " (library)" if "native" in ways and word in LIBRARY_FAMILIES else ""
                 for word, family in sorted(FAMILIES.items())
-                if name in (family.architecture, *ALSO.get(word, ()))
+                if name in (family.architecture, *family.others)
             },
             "; ".join(filter(None, ways.values())),
         )

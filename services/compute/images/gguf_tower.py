@@ -58,7 +58,7 @@ def of_parameter(head: GgufHead, names: Any, family: str, name: str, like: Tenso
     if stem.endswith("mm_soft_emb_norm"):
         return found - 1  # the file has it with its offset
     if stem.startswith("vision_tower.transformer.") and stem.endswith(("q_proj", "k_proj")):
-        return in_halves(found, len(found) // head.number("clip.vision.attention.head_count"))
+        return found[in_halves(len(found), len(found) // head.number("clip.vision.attention.head_count"))]
     return found.reshape(like.shape) if found.numel() == like.numel() else found  # of leading dimensions of 1
 
 

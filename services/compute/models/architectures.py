@@ -90,7 +90,9 @@ YARN = {
 }
 
 # whose GGUF files have names and forms that the native loader does not know
-LIBRARY_ARCHITECTURES = frozenset(family.architecture for family in LIBRARY_FAMILIES.values())
+LIBRARY_ARCHITECTURES = frozenset(
+    name for family in LIBRARY_FAMILIES.values() for name in (family.architecture, *family.others)
+)
 
 Config = dict[str, Any]  # a parsed config.json
 

@@ -459,7 +459,7 @@ class GgufSource:
                 attention = f"{self.architecture}.attention."
                 num_heads = self.head.number(attention + key, self.head.number(attention + "head_count"))
                 # there, a head's two halves, which RoPE turns together, alternate row by row
-                return take_rows(in_halves(torch.arange(num_rows), num_rows // num_heads), rows).numpy()
+                return take_rows(in_halves(num_rows, num_rows // num_heads), rows).numpy()
         return None
 
     def _expansion(self, attention: str, shape: tuple[int, ...]) -> Tensor:

@@ -433,7 +433,7 @@ class Loader:
         for number in range(num_rotated):
             matrices[number] = self.turned(matrices[number], sources[number])
             if biases:
-                biases[number] = in_halves(biases[number], self.config.head_dim)
+                biases[number] = biases[number][in_halves(len(biases[number]), self.config.head_dim)]
         bias = torch.cat(biases) if biases else None
         joined = concatenate(matrices, self.backend.dtype)
         # where a backend has no layers of several forms, all of them are widened
@@ -456,7 +456,7 @@ class Loader:
                 f"{self.source.folder}: {name}weight is {matrix}; of a model in which neighbouring dimensions rotate "
                 "together only dense weights of q and k are read: --model-impl transformers reads others"
             )
-        return Dense(in_halves(matrix.weight, self.config.head_dim))
+        return Dense(matrix.weight[in_halves(len(matrix.weight), self.config.head_dim)])
 
     def restored(
         self, name: str, shapes: list[tuple[int, int]], has_bias: bool, *, is_gated: bool, rows: Sequence[range] | None

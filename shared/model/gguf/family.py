@@ -21,6 +21,7 @@ class Family:
     reads: tuple[str, ...] = ()  # keys of NEUTRAL, whatever their values
     has_sigmoid_experts: bool = False  # chosen so by the class, whatever a file says
     has_other_values: bool = False  # keys and values of a head may differ in length
+    others: tuple[str, ...] = ()  # architectures that `extra` finds in some of its files
 
 
 def count_layers(head: GgufHead, prefix: str) -> int:

@@ -355,6 +355,7 @@ LIBRARY_FAMILIES = {
         _deepseek2,
         (*_OF_DEEPSEEK, "expert_gating_func"),
         has_other_values=True,
+        others=("DeepseekV3ForCausalLM",),
     ),
     "gemma3n": Family("Gemma3nForCausalLM", "gemma3n_text", _gemma3n, ("final_logit_softcapping",)),
     "ernie4_5": Family("Ernie4_5ForCausalLM", "ernie4_5", _ernie4_5),
