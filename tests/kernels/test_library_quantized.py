@@ -234,11 +234,11 @@ def test_a_routers_weight_is_multiplied_by_the_backend_or_refused(tmp_path: Path
     ):
         with pytest.raises(Unsupported, match="it reads a router's weight by torch"):
             refused()
-    reference_model("qwen3-moe", tmp_path, config=CONFIGS["qwen3-moe"])
-    model = load_library_modules(tmp_path, backend, Packed("none", 32), CONFIGS["qwen3-moe"])
+    reference_model("minimax-m2", tmp_path, config=CONFIGS["minimax-m2"])
+    model = load_library_modules(tmp_path, backend, Packed("none", 32), CONFIGS["minimax-m2"])
     gate = model.model.layers[0].mlp.gate
     assert isinstance(gate.weight, KernelWeight)
-    gate.forward = lambda x: x @ gate.weight.T
+    gate.forward = lambda x, *_: x @ gate.weight.T
     with pytest.raises(Unsupported, match="it reads a router's weight by"):
         TransformersModel(model, backend, is_ragged=False)
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, PretrainedConfig
+from transformers import PretrainedConfig
 
 from services.compute.backends.choose import choose_backend
 from services.compute.loop.engine import build_engine
@@ -338,12 +338,14 @@ def test_a_layer_that_forgets_its_state_is_found(
 
 def test_layers_that_hand_over_another_dtype_have_no_kernel(tmp_path: Path) -> None:
     """Which reads the backend's bytes."""
-    reference_model("qwen3", tmp_path)
+    config = transformers.Starcoder2Config(**SIZES | {"hidden_size": 128})
+    reference_model("starcoder2", tmp_path, config=config)
     backend = choose_backend(torch.bfloat16, torch.device("cpu"))
-    model = load_library_modules(tmp_path, backend, Packed("none", 32), AutoConfig.from_pretrained(tmp_path))
+    model = load_library_modules(tmp_path, backend, Packed("none", 32), config)
     wider = torch.nn.Identity()
     wider.register_forward_hook(lambda _, __, output: output.float())
-    model.model.layers[1].self_attn.q_norm = wider
+    attention = model.model.layers[1].self_attn
+    attention.q_proj = torch.nn.Sequential(attention.q_proj, wider)
     register()
     model.set_attn_implementation(ATTENTION)
     executor = TransformersModel(model, backend, is_ragged=True)
