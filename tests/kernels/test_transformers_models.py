@@ -217,6 +217,23 @@ def test_states_follow_their_sequences(name: str, tmp_path: Path) -> None:
     assert {*model.sequence_states} == {0}  # which ended with the last step
 
 
+@pytest.mark.parametrize("name", RECURRENT)
+def test_a_sequence_that_comes_in_the_same_chunks_has_the_same_bits_in_bfloat16(name: str, tmp_path: Path) -> None:
+    """Alone, in a batch, and in other blocks; what other chunks do is the library's own affair."""
+    make(name, tmp_path)
+    some = prompts(5, SIZES["vocab_size"])
+    loaded = run_on_library(tmp_path, dtype=torch.bfloat16)
+    together = Engine(loaded, max_batched_tokens=sum(map(len, some)))
+    tokens = together.generate(some, 12)
+    elsewhere = Engine(loaded, max_batched_tokens=sum(map(len, some)), block_size=3)
+    assert elsewhere.generate(some, 12) == tokens
+    for number, prompt in enumerate(some):
+        alone = Engine(loaded)
+        assert alone.generate([prompt], 12) == [tokens[number]]
+        for other in (alone.logits[0], elsewhere.logits[number]):
+            assert torch.equal(torch.stack(other), torch.stack(together.logits[number]))
+
+
 def test_states_take_memory_before_the_cache_and_bound_the_places(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
