@@ -66,7 +66,7 @@ class ModelWeights:
 class Decoder:
     implementation = "native"
     splits_prompts = takes_segments = True
-    is_row_invariant = True
+    is_row_invariant = has_kv = True
     longest_text = None
     state_bytes = 0
 
