@@ -17,7 +17,7 @@ from torch import Tensor
 
 from services.compute.backends.backend import Backend, LayerWeights, Linear, Norms
 from services.compute.backends.host_memory import give_back_free_memory
-from services.compute.backends.matrix import Dense, Matrix, concatenate
+from services.compute.backends.matrix import Dense, Joined, concatenate, reordered
 from services.compute.models.config import IN_EIGHT_BITS, ModelConfig, Packed
 from services.compute.models.decoder import EmbeddingRows, ModelWeights
 from services.compute.models.moe import Expert, MoeConfig, MoeMlp, Router, SharedExpert
@@ -434,9 +434,12 @@ class Loader:
             [self.source.dense(source + "bias", shape[:1], some) for source, shape, some in read] if has_bias else []
         )
         for number in range(num_rotated):
-            matrices[number] = self.in_halves(matrices[number], sources[number])
+            matrix = matrices[number]
+            assert not isinstance(matrix, Joined)
+            order = in_halves(matrix.shape[0], self.config.head_dim)
+            matrices[number] = reordered(matrix, order)
             if biases:
-                biases[number] = in_halves(biases[number], self.config.head_dim)
+                biases[number] = biases[number][order]
         bias = torch.cat(biases) if biases else None
         joined = concatenate(matrices, self.backend.dtype)
         # where a backend has no layers of several forms, all of them are widened
@@ -452,17 +455,14 @@ class Loader:
             whole_n=sum(shape[0] for shape in shapes),
         )
 
-    def in_halves(self, matrix: Matrix, name: str) -> Dense:
-        """The rows of q or k in the order that the kernels rotate. Raises StartupError."""
-        if not isinstance(matrix, Dense):
-            raise StartupError(
-                f"{self.source.folder}: {name}weight is {matrix}; of a model in which neighbouring dimensions rotate "
-                "together only dense weights of q and k are read: --model-impl transformers reads others"
-            )
-        return Dense(in_halves(matrix.weight, self.config.head_dim))
-
     def restored(
-        self, name: str, shapes: list[tuple[int, int]], has_bias: bool, *, is_gated: bool, rows: Sequence[range] | None
+        self,
+        name: str,
+        shapes: list[tuple[int, int]],
+        has_bias: bool,
+        *,
+        is_gated: bool = False,
+        rows: Sequence[range] | None = None,
     ) -> Linear:
         """A layer that is packed. rows: as linear's parts."""
         assert isinstance(self.source, SafetensorsSource)
@@ -478,10 +478,10 @@ class Loader:
             raise StartupError(f"{self.source.folder}: {name.rstrip('.')}: {error}") from None
 
 
-def in_halves(rows: Tensor, head_dim: int) -> Tensor:
-    """Each head's rows with even numbers, then those with odd ones: what turned with its neighbour turns
-    with the one half a head away, and q . k stays. rows: [heads * head_dim, ...]."""
-    return rows.view(-1, head_dim // 2, 2, *rows.shape[1:]).transpose(1, 2).flatten(0, 2)
+def in_halves(num_rows: int, head_dim: int) -> Tensor:
+    """The places of each head's rows with even numbers, then of those with odd ones, [num_rows] int64: what
+    turned with its neighbour turns with the one half a head away, and q . k stays."""
+    return torch.arange(num_rows).view(-1, head_dim // 2, 2).transpose(1, 2).flatten()
 
 
 def scaled(part: range, factor: int) -> range:
