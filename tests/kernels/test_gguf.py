@@ -163,6 +163,8 @@ def test_experts_are_cut_out_of_the_tensor_of_all(kind: Kind, tmp_path: Path) ->
     path = Writer(model, tmp_path / "model.gguf").write(kind)
     check_against(model, path)
     source, mlp = GgufSource(path, torch.bfloat16, CPU), model.model.layers[1].mlp
+    router = source.matrix("model.layers.1.mlp.gate.", (4, 256), dtype=torch.float32)
+    assert torch.equal(router.dequantize(torch.float32), mlp.gate.weight)
     for number in range(4):
         gate, up = mlp.experts.gate_up_proj[number].chunk(2)
         for which, weight in (("gate", gate), ("up", up), ("down", mlp.experts.down_proj[number])):

@@ -285,7 +285,12 @@ def _qwen2_moe(config: Config, max_model_len: int) -> ModelConfig:
         SLIDING if layer < first and layer % 2 == 0 else FULL for layer in range(num_layers)
     ]
     shared_size = config["shared_expert_intermediate_size"]
-    moe = replace(qwen_mixture(config), shared_intermediate_size=shared_size, has_shared_gate=shared_size != 0)
+    moe = replace(
+        qwen_mixture(config),
+        shared_intermediate_size=shared_size,
+        has_shared_gate=shared_size != 0,
+        shared_name="shared_expert",
+    )
     return replace(
         _qwen2(config | {"layer_types": kinds}, max_model_len), has_qkv_bias=config.get("qkv_bias", True), moe=moe
     )
@@ -332,7 +337,7 @@ def _gpt_oss(config: Config, max_model_len: int) -> ModelConfig:
         activation="clamped_swiglu",
         has_sinks=True,
         sliding_windows=_windows(config, _layer_types(config, pattern=2)),
-        moe=replace(mixture_of_all_layers(config, has_normalized_weights=True), has_bias=True),
+        moe=replace(mixture_of_all_layers(config, has_normalized_weights=True), has_bias=True, router_name="router"),
     )
 
 

@@ -244,9 +244,12 @@ class GgufSource:
             device=self.device, dtype=dtype
         )
 
-    def matrix(self, name: str, shape: tuple[int, int], rows: Sequence[range] | None = None) -> Matrix:
+    def matrix(
+        self, name: str, shape: tuple[int, int], rows: Sequence[range] | None = None, dtype: torch.dtype | None = None
+    ) -> Matrix:
+        """dtype: of a matrix that is dense in the file, and has no layout, another than the model's."""
         if (found := find_layout(self.layouts, name + "weight")) is None:
-            return self._matrix(*self._find(name + "weight", shape), name, shape, rows)
+            return self._matrix(*self._find(name + "weight", shape), name, shape, rows, dtype)
         if not self.keeps(name + "weight"):
             return Dense(self.dense(name + "weight", shape))
         self.check(name + "weight", shape)
@@ -273,9 +276,10 @@ class GgufSource:
         name: str,
         shape: tuple[int, int],
         rows: Sequence[range] | None,
+        dtype: torch.dtype | None = None,
     ) -> Matrix:
         if not self._is_kept(kind):
-            return Dense(self._dense(info, kind, name, shape, rows, None))
+            return Dense(self._dense(info, kind, name, shape, rows, dtype))
         # all of a matrix decides whether float16 can hold its scales
         size, is_judged = GGML_QUANT_SIZES[kind][1], kind == GGMLQuantizationType.MXFP4
         data = self._rows(info, kind, name, None if is_judged else rows)

@@ -276,20 +276,10 @@ class Loader:
         its own, or all in one, as transformers 5 has them in memory."""
         hidden = self.config.hidden_size
         block = prefix + ("block_sparse_moe." if self.source.has(prefix + "block_sparse_moe.gate.weight") else "mlp.")
-        router = Router(
-            self.whole(
-                prefix + "router.",
-                block + ("router." if moe.has_bias else "gate."),
-                (moe.num_experts, hidden),
-                moe.has_bias,
-            ),
-            moe.router,
-            self.correction(block, moe) if moe.router.has_correction else None,
-        )
+        router = self.router(prefix, block, moe)
         shared = shared_gate = None
         if moe.shared_intermediate_size:
-            shared_block = block + ("shared_expert." if moe.has_shared_gate else "shared_experts.")
-            names = [shared_block + f"{which}_proj." for which in ("gate", "up", "down")]
+            names = [f"{block}{moe.shared_name}.{which}_proj." for which in ("gate", "up", "down")]
             shared = self.gated(prefix + "shared.", names, moe.shared_intermediate_size, has_bias=False)
         if moe.has_shared_gate:
             shared_gate = self.whole(
@@ -303,6 +293,27 @@ class Loader:
         else:
             experts = [self.one_expert(prefix, block, number, moe) for number in numbers]
         return MixtureParts(router, numbers, tuple(experts), shared, shared_gate)
+
+    def router(self, prefix: str, block: str, moe: MoeConfig) -> Router:
+        """A mixture's, with its weights as the file has them: what is float32 there becomes a sum of three
+        matrices in the backend's dtype."""
+        n, hidden, source = moe.num_experts, self.config.hidden_size, f"{block}{moe.router_name}."
+        correction, rest = self.correction(block, moe) if moe.router.has_correction else None, None
+        if self.config.packed is not None:
+            linear = self.restored(prefix + "router.", [(n, hidden)], moe.has_bias)
+            if self.source.has(prefix + "router_rest.data"):
+                rest = self.restored(prefix + "router_rest.", [(2 * n, hidden)], has_bias=False)
+            return Router(linear, moe.router, correction, rest)
+        matrix = self.source.matrix(source, (n, hidden), dtype=torch.float32)
+        bias = self.source.dense(source + "bias", (n,)) if moe.has_bias else None
+        if isinstance(matrix, Dense):
+            parts, left = [], matrix.weight.float()
+            for _ in range(3):
+                parts.append(left.to(self.backend.dtype))
+                left = left - parts[-1].float()
+            if any(bool(each.any()) for each in parts[1:]):
+                rest = self.backend.make_linear(Dense(torch.cat(parts[1:])))
+        return Router(self.backend.make_linear(matrix, bias), moe.router, correction, rest)
 
     def correction(self, block: str, moe: MoeConfig) -> Tensor:
         """A router's, [experts] float32."""
