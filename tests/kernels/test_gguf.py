@@ -71,6 +71,8 @@ FAMILIES: dict[str, PretrainedConfig] = {
     },
     "qwen2-moe": Qwen2MoeConfig(**MOE | {"shared_expert_intermediate_size": 72}),
     "gpt-oss": CONFIGS["gpt-oss"],
+    "hunyuan-dense": CONFIGS["hunyuan-dense"],
+    "hunyuan-moe": CONFIGS["hunyuan-moe"],
     "phi3-window": CONFIGS["phi3"],
     "phi4": Phi3Config(
         **SIZES,
@@ -300,8 +302,8 @@ def test_all_parts_of_a_matrix_are_on_the_models_device(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_the_configuration_is_the_one_that_was_written(name: str, tmp_path: Path) -> None:
-    """All fields of transformers' own config.json, but for Llama 3's rope, which the file has as
-    numbers: there the frequencies are the same.
+    """All fields of transformers' own config.json, but for Llama 3's and Hunyuan's rope, which the file
+    has as numbers: there the frequencies are the same.
     """
     config = FAMILIES[name]
     path = Writer(random_model(config), tmp_path / "model.gguf").write(Kind.F32)
@@ -339,7 +341,7 @@ def test_the_configuration_is_the_one_that_was_written(name: str, tmp_path: Path
     for key in ("hidden_act", "attention_bias", "mlp_bias", "head_dim"):
         assert found.get(key) == expected.get(key, found.get(key))
     assert found["eos_token_id"] == 1 and found["dtype"] == "float32"
-    if name == "llama3":
+    if name in ("llama3", "hunyuan-dense"):
         architecture = {"architectures": found["architectures"]}
         [rope], [expected_rope] = read_config(found).ropes, read_config(expected | architecture).ropes
         torch.testing.assert_close(rope.inv_freq, expected_rope.inv_freq, rtol=1e-5, atol=0)

@@ -121,7 +121,7 @@ def test_a_row_has_the_same_bits_in_any_company(quantization: str) -> None:
 
 
 @pytest.mark.usefixtures("instruction_set")
-@pytest.mark.parametrize("name", ["glm4-moe", "gpt-oss", "minimax-m2"])
+@pytest.mark.parametrize("name", ["glm4-moe", "gpt-oss", "hunyuan-moe", "minimax-m2"])
 def test_a_router_keeps_the_float32_of_its_file(name: str, tmp_path: Path) -> None:
     """In bfloat16 its weights would lose 16 of their 24 bits, and experts change places."""
     reference = reference_model(name, tmp_path).model.layers[1].mlp
@@ -322,4 +322,6 @@ def test_configurations() -> None:
     )
     with pytest.raises(StartupError, match="swiglu_alpha and swiglu_limit must be"):
         read("gpt-oss", "GptOssForCausalLM", swiglu_limit=5.0)
+    hunyuan = read("hunyuan-moe", "HunYuanMoEV1ForCausalLM", moe_topk=[3] * 32)
+    assert hunyuan.router.num_active == 3 and hunyuan.shared_intermediate_size == hunyuan.intermediate_size == 112
     assert read_config(CONFIGS["qwen3"].to_dict() | {"architectures": ["Qwen3ForCausalLM"]}).moe is None

@@ -344,6 +344,7 @@ def check_model(location: Path, *, quantization: str = "none") -> None:
         "qwen2-moe",
         "glm4-moe",
         "ernie4-5",
+        "hunyuan-moe",
         "mixtral",
         "olmo2",
         "granite",

@@ -11,6 +11,7 @@ from services.compute.models.library_errors import first_line
 from services.compute.models.mixtures import (
     deepseek_mixture,
     ernie_mixture,
+    hunyuan_mixture,
     mixture_of_all_layers,
     num_experts_of,
     qwen_mixture,
@@ -52,6 +53,8 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     | {"first_k_dense_replace": 1},
     "GptOssForCausalLM": _EPS
     | {"head_dim": 64, "sliding_window": 128, "rope_theta": 150_000.0, "attention_bias": True},
+    "HunYuanDenseV1ForCausalLM": _EPS,
+    "HunYuanMoEV1ForCausalLM": _EPS,
     "InternLM3ForCausalLM": _EPS | _HEADS,
     "Ministral3ForCausalLM": _EPS | _HEADS | {"rope_parameters": _MINISTRAL3_ROPE},
     "MiniMaxM2ForCausalLM": _HEADS | {"rope_theta": 5_000_000.0},
@@ -468,6 +471,15 @@ def _ernie_moe(config: Config, max_model_len: int) -> ModelConfig:
     return replace(_ernie(config, max_model_len), moe=ernie_mixture(config))
 
 
+def _hunyuan(config: Config, max_model_len: int) -> ModelConfig:
+    """Hunyuan: norms of q and k after the rotation."""
+    return replace(_llama(config, max_model_len), has_qk_norm=True, norms_after_rotation=True)
+
+
+def _hunyuan_moe(config: Config, max_model_len: int) -> ModelConfig:
+    return replace(_hunyuan(config, max_model_len), moe=hunyuan_mixture(config))
+
+
 def _granite(config: Config, max_model_len: int) -> ModelConfig:
     return replace(
         _llama(config, max_model_len),
@@ -536,6 +548,8 @@ ARCHITECTURES: dict[str, Callable[[Config, int], ModelConfig]] = {
     "Glm4MoeForCausalLM": _glm4_moe,
     "GptOssForCausalLM": _gpt_oss,
     "GraniteForCausalLM": _granite,
+    "HunYuanDenseV1ForCausalLM": _hunyuan,
+    "HunYuanMoEV1ForCausalLM": _hunyuan_moe,
     "Idefics3ForConditionalGeneration": _llava,
     "InternLM3ForCausalLM": _internlm3,
     "InternVLForConditionalGeneration": _llava,

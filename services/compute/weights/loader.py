@@ -187,7 +187,8 @@ def norm_names(config: ModelConfig) -> dict[str, str]:
             "after_mlp": "post_feedforward_layernorm.weight",
         }
     if config.has_qk_norm:
-        names |= {"q": "self_attn.q_norm.weight", "k": "self_attn.k_norm.weight"}
+        of_heads = ("query_layernorm", "key_layernorm") if config.norms_after_rotation else ("q_norm", "k_norm")
+        names |= {field: f"self_attn.{name}.weight" for field, name in zip("qk", of_heads, strict=True)}
     return names
 
 

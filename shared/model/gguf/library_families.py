@@ -254,20 +254,6 @@ def _ernie4_5_moe(head: GgufHead, prefix: str) -> dict[str, Any]:
     }
 
 
-def _silu(head: GgufHead, prefix: str) -> dict[str, Any]:  # noqa: ARG001
-    return {"hidden_act": "silu"}
-
-
-def _hunyuan_moe(head: GgufHead, prefix: str) -> dict[str, Any]:
-    experts = read_experts(head, prefix)
-    return {
-        "hidden_act": "silu",
-        "intermediate_size": experts["moe_intermediate_size"],
-        "num_experts": experts["num_experts"],
-        "moe_topk": experts["num_experts_per_tok"],
-    }
-
-
 def _minimax_m2(head: GgufHead, prefix: str) -> dict[str, Any]:
     experts = read_experts(head, prefix)
     return _glm4(head, prefix) | {
@@ -363,10 +349,6 @@ LIBRARY_FAMILIES = {
     "gemma4": Family("Gemma4ForCausalLM", "gemma4_text", _gemma4, ("expert_count", "final_logit_softcapping")),
     "glm4moe": Family("Glm4MoeForCausalLM", "glm4_moe", _glm4moe, (*_OF_DEEPSEEK, "nextn_predict_layers")),
     "gpt2": Family("GPT2LMHeadModel", "gpt2", _gpt2),
-    "hunyuan-dense": Family("HunYuanDenseV1ForCausalLM", "hunyuan_v1_dense", _silu),
-    "hunyuan-moe": Family(
-        "HunYuanMoEV1ForCausalLM", "hunyuan_v1_moe", _hunyuan_moe, ("expert_count", "expert_shared_count")
-    ),
     "llama4": Family("Llama4ForCausalLM", "llama4_text", _llama4, ("expert_count", "expert_gating_func")),
     "minimax-m2": Family("MiniMaxM2ForCausalLM", "minimax_m2", _minimax_m2, ("expert_count", "expert_gating_func")),
     "nomic-bert": Family("NomicBertModel", "nomic_bert", _nomic_bert, ("attention.causal",)),
