@@ -280,9 +280,17 @@ FAMILIES = {
     "hunyuan-moe": Family(
         "HunYuanMoEV1ForCausalLM", "hunyuan_v1_moe", _hunyuan_moe, ("expert_count", "expert_shared_count")
     ),
-    "llama": Family("LlamaForCausalLM", "llama", _llama, ("expert_count",)),
-    "mistral3": Family("LlamaForCausalLM", "llama", _mistral3, ("attention.temperature_scale",)),
-    "olmo2": Family("Olmo2ForCausalLM", "olmo2", _olmo2),
+    "llama": Family(
+        "LlamaForCausalLM", "llama", _llama, ("expert_count",), others=("MistralForCausalLM", "MixtralForCausalLM")
+    ),
+    "mistral3": Family(
+        "LlamaForCausalLM",
+        "llama",
+        _mistral3,
+        ("attention.temperature_scale",),
+        others=("Ministral3ForCausalLM", "MistralForCausalLM"),
+    ),
+    "olmo2": Family("Olmo2ForCausalLM", "olmo2", _olmo2, others=("Olmo3ForCausalLM",)),
     "phi3": Family("Phi3ForCausalLM", "phi3", _phi3),
     "qwen2": Family("Qwen2ForCausalLM", "qwen2", _qwen),
     "qwen2moe": Family("Qwen2MoeForCausalLM", "qwen2_moe", _qwen2_moe, ("expert_count", "expert_shared_count")),

@@ -340,7 +340,14 @@ LIBRARY_FAMILIES = {
     "bert": Family("BertModel", "bert", _bert, ("attention.causal",)),
     "cohere2": Family("Cohere2ForCausalLM", "cohere2", _cohere2, ("logit_scale",)),
     "command-r": Family("CohereForCausalLM", "cohere", _cohere, ("logit_scale",)),
-    "deepseek2": Family("DeepseekV2ForCausalLM", "deepseek_v2", _deepseek2, _OF_DEEPSEEK, has_other_values=True),
+    "deepseek2": Family(
+        "DeepseekV2ForCausalLM",
+        "deepseek_v2",
+        _deepseek2,
+        _OF_DEEPSEEK,
+        has_other_values=True,
+        others=("DeepseekV3ForCausalLM",),
+    ),
     "gemma3n": Family("Gemma3nForCausalLM", "gemma3n_text", _gemma3n, ("final_logit_softcapping",)),
     "ernie4_5": Family("Ernie4_5ForCausalLM", "ernie4_5", _ernie4_5),
     "ernie4_5-moe": Family(
