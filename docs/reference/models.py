@@ -69,7 +69,7 @@ def listed() -> list[tuple[str, str, str, list[str], str]]:
             name,
             text,
             " or ".join(ways),
-            sorted(word for word, family in FAMILIES.items() if family.architecture == name),
+            sorted(word for word, family in FAMILIES.items() if name in (family.architecture, *family.others)),
             "; ".join(filter(None, ways.values())),
         )
         for (name, text), ways in sorted(forms.items())

@@ -102,6 +102,9 @@ NATIVE: dict[str, Blueprint] = {
     "ernie4_5": text("ernie4_5", head_dim=16),
     "ernie4_5_moe": text("ernie4_5_moe", moe_intermediate_size=32, moe_k=2, moe_num_experts=8,
         moe_num_shared_experts=1),
+    "hunyuan_dense": text("hunyuan_v1_dense", head_dim=16, max_position_embeddings=32768, rope_parameters={
+        "rope_type": "dynamic", "rope_theta": 10000.0, "factor": 1.0, "alpha": 50.0}),
+    "hunyuan_moe": text("hunyuan_v1_moe", head_dim=16, num_experts=4, moe_topk=2),
     "mixtral": text("mixtral", num_local_experts=6, sliding_window=None),
     "internvl3_5": seeing("internvl", text("qwen3", head_dim=32), {"hidden_size": 32, "intermediate_size": 48,
         "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": [56, 56], "patch_size": [14, 14]}),
@@ -143,8 +146,6 @@ RAGGED: dict[str, Blueprint] = {
         dense_intermediate_size=112, shared_intermediate_size=32, index_n_heads=2, index_head_dim=16,
         index_block_size=8, index_topk_blocks=2),
     "flex_olmo": text("flex_olmo", num_experts=4, num_experts_per_tok=2),
-    "hunyuan_dense": text("hunyuan_v1_dense", head_dim=16),
-    "hunyuan_moe": text("hunyuan_v1_moe", head_dim=16, num_experts=4, moe_topk=2),
     "hy_v3": text("hy_v3", head_dim=16, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=32),
     "apertus": text("apertus"),
     "bitnet": text("bitnet"),

@@ -171,7 +171,9 @@ def choose_speculators(settings: ComputeSettings, model: Model) -> tuple[str, ..
 
 
 # classes whose GGUF files the library's modules alone read: the native loader knows the published names only
-OF_THE_LIBRARY = frozenset(family.architecture for family in LIBRARY_FAMILIES.values())
+OF_THE_LIBRARY = frozenset(
+    name for family in LIBRARY_FAMILIES.values() for name in (family.architecture, *family.others)
+)
 
 
 def is_native_model(settings: ComputeSettings, files: ModelFiles) -> bool:

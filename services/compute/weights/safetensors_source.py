@@ -181,10 +181,13 @@ class SafetensorsSource:
     def has(self, name: str) -> bool:
         return name in self.file_by_name
 
-    def matrix(self, name: str, shape: tuple[int, int], rows: Sequence[range] | None = None) -> Matrix:
+    def matrix(
+        self, name: str, shape: tuple[int, int], rows: Sequence[range] | None = None, dtype: torch.dtype | None = None
+    ) -> Matrix:
+        """dtype: of a matrix that is dense in the file, another than the model's."""
         layer = StoredLayer(self, name, *shape, rows)
         if self.format is None or not self.format.holds(layer):
-            return Dense(self.dense(name + "weight", shape, rows))
+            return Dense(self.dense(name + "weight", shape, rows, dtype))
         kept = self.format.matrix(layer)
         self.kept[kept.how] += 1
         return kept.matrix

@@ -254,20 +254,6 @@ def _ernie4_5_moe(head: GgufHead, prefix: str) -> dict[str, Any]:
     }
 
 
-def _silu(head: GgufHead, prefix: str) -> dict[str, Any]:  # noqa: ARG001
-    return {"hidden_act": "silu"}
-
-
-def _hunyuan_moe(head: GgufHead, prefix: str) -> dict[str, Any]:
-    experts = read_experts(head, prefix)
-    return {
-        "hidden_act": "silu",
-        "intermediate_size": experts["moe_intermediate_size"],
-        "num_experts": experts["num_experts"],
-        "moe_topk": experts["num_experts_per_tok"],
-    }
-
-
 def _minimax_m2(head: GgufHead, prefix: str) -> dict[str, Any]:
     experts = read_experts(head, prefix)
     return _glm4(head, prefix) | {
@@ -354,7 +340,14 @@ LIBRARY_FAMILIES = {
     "bert": Family("BertModel", "bert", _bert, ("attention.causal",)),
     "cohere2": Family("Cohere2ForCausalLM", "cohere2", _cohere2, ("logit_scale",)),
     "command-r": Family("CohereForCausalLM", "cohere", _cohere, ("logit_scale",)),
-    "deepseek2": Family("DeepseekV2ForCausalLM", "deepseek_v2", _deepseek2, _OF_DEEPSEEK, has_other_values=True),
+    "deepseek2": Family(
+        "DeepseekV2ForCausalLM",
+        "deepseek_v2",
+        _deepseek2,
+        _OF_DEEPSEEK,
+        has_other_values=True,
+        others=("DeepseekV3ForCausalLM",),
+    ),
     "gemma3n": Family("Gemma3nForCausalLM", "gemma3n_text", _gemma3n, ("final_logit_softcapping",)),
     "ernie4_5": Family("Ernie4_5ForCausalLM", "ernie4_5", _ernie4_5),
     "ernie4_5-moe": Family(
@@ -363,10 +356,6 @@ LIBRARY_FAMILIES = {
     "gemma4": Family("Gemma4ForCausalLM", "gemma4_text", _gemma4, ("expert_count", "final_logit_softcapping")),
     "glm4moe": Family("Glm4MoeForCausalLM", "glm4_moe", _glm4moe, (*_OF_DEEPSEEK, "nextn_predict_layers")),
     "gpt2": Family("GPT2LMHeadModel", "gpt2", _gpt2),
-    "hunyuan-dense": Family("HunYuanDenseV1ForCausalLM", "hunyuan_v1_dense", _silu),
-    "hunyuan-moe": Family(
-        "HunYuanMoEV1ForCausalLM", "hunyuan_v1_moe", _hunyuan_moe, ("expert_count", "expert_shared_count")
-    ),
     "llama4": Family("Llama4ForCausalLM", "llama4_text", _llama4, ("expert_count", "expert_gating_func")),
     "minimax-m2": Family("MiniMaxM2ForCausalLM", "minimax_m2", _minimax_m2, ("expert_count", "expert_gating_func")),
     "nomic-bert": Family("NomicBertModel", "nomic_bert", _nomic_bert, ("attention.causal",)),
