@@ -22,6 +22,7 @@ from tests.kernels.quantized import Writer, awq, compressed, float8, four_bit_fl
 from tests.kernels.test_formats import BNB4, BNB8, awq_config, fp8_config, gptq_config
 from tests.kernels.test_models import prompts
 from tests.kernels.test_moe import to_mxfp4
+from tests.kernels.test_transformers_models import ONE_BY_ONE
 
 SIZES: dict[str, Any] = {
     "vocab_size": 512,
@@ -182,6 +183,73 @@ def test_experts_in_mxfp4(tmp_path: Path) -> None:
     to_mxfp4(tmp_path, model)
     assert_greedy(run(tmp_path), model, prompts(3, SIZES["vocab_size"]), 12)
     assert_bits_are_the_same(run(tmp_path, dtype=torch.bfloat16))
+
+
+STACKED = {
+    "qwen3-moe": CONFIGS["qwen3-moe"],
+    "gpt-oss": transformers.GptOssConfig(**FAMILIES["gpt-oss"].to_dict() | {"dtype": None}),
+    "llama4": ONE_BY_ONE["llama4-chunks"],
+}
+
+
+@pytest.mark.parametrize(
+    ("family", "scales", "ending"),
+    [
+        ("qwen3-moe", "block", "_scale_inv"),
+        ("qwen3-moe", "channel", "_scale"),
+        ("qwen3-moe", "tensor", "_weight_scale"),
+        ("qwen3-moe", "halves", "_scale_inv"),
+        ("qwen3-moe", "all", "_scale_inv"),
+        ("gpt-oss", "block", "_scale_inv"),
+        ("gpt-oss", "channel", "_scale"),
+        ("llama4", "block", "_scale_inv"),
+        ("llama4", "channel", "_scale"),
+    ],
+)
+def test_experts_in_one_tensor_in_fp8(family: str, scales: str, ending: str, tmp_path: Path) -> None:
+    """In gpt-oss and Llama 4, each expert's rows are inputs. The native models read the same."""
+    reference = reference_model(family, tmp_path, config=STACKED[family])
+    is_turned, parts = family != "qwen3-moe", {}
+    for name, tensor in reference.state_dict().items():
+        parts[name] = tensor.clone()
+        if tensor.ndim == 3 and name.endswith("_proj"):
+            parts[name], parts[name + ending], meant = in_fp8(tensor, scales, is_turned=is_turned)
+            tensor.copy_(meant)
+    (tmp_path / "model.safetensors").unlink()
+    save_file({name: each.contiguous() for name, each in parts.items()}, tmp_path / "model.safetensors")
+    file = tmp_path / "config.json"
+    of_file = json.loads(file.read_text()) | {"quantization_config": fp8_config(weight_block_size=[64, 64])}
+    file.write_text(json.dumps(of_file))
+    for engine in (run(tmp_path), *([Engine(tmp_path)] if family != "llama4" else [])):
+        assert_greedy(engine, reference, prompts(3, SIZES["vocab_size"]), 12)
+    assert_bits_are_the_same(run(tmp_path, dtype=torch.bfloat16))
+
+
+def in_fp8(weights: torch.Tensor, scales: str, *, is_turned: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """All experts' weights in FP8, their scales, and what these mean. is_turned: weights are [experts, k, n]."""
+    experts = list(weights.mT if is_turned else weights)
+    if scales == "all":
+        scale = weights.abs().max() / 448
+        codes = (weights / scale).to(torch.float8_e4m3fn)
+        return codes, scale[None], codes.float() * scale
+    if scales == "halves":
+        pieces = [half for each in experts for half in each.chunk(2)]
+        written = [float8("tensor", scale_name="scale")(each) for each in pieces]
+        codes, meant = (
+            torch.stack([torch.cat(pair) for pair in zip(parts[::2], parts[1::2], strict=True)])
+            for parts in ([parts["weight"] for parts, _ in written], [values for _, values in written])
+        )
+        return codes, torch.stack([parts["scale"] for parts, _ in written]).view(len(experts), 2, 1), meant
+    written = [float8(scales, scale_name="scale", block=(64, 64))(each) for each in experts]
+    codes, of_codes, meant = (
+        torch.stack(parts)
+        for parts in (
+            [parts["weight"] for parts, _ in written],
+            [parts["scale"] for parts, _ in written],
+            [values for _, values in written],
+        )
+    )
+    return (codes.mT, of_codes.mT, meant.mT) if is_turned else (codes, of_codes, meant)
 
 
 @pytest.mark.parametrize("quantization", ["w8a8", "w4", "nf4"])
