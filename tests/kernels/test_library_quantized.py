@@ -14,6 +14,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
+from services.compute.weights.library_attention import SelfAttention
 from services.compute.weights.library_modules import KernelExperts, KernelLinear, KernelMlp
 from shared.process.errors import StartupError
 from tests.kernels.families import CONFIGS as FAMILIES
@@ -250,6 +251,25 @@ def in_fp8(weights: torch.Tensor, scales: str, *, is_turned: bool) -> tuple[torc
         )
     )
     return (codes.mT, of_codes.mT, meant.mT) if is_turned else (codes, of_codes, meant)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3-moe", "ministral3"])
+def test_a_kernel_does_all_of_attention(family: str, tmp_path: Path) -> None:
+    """Where the library's modules are Llama's or Qwen 3's; Ministral's scale queries by their positions."""
+    reference = reference_model(family, tmp_path, config=CONFIGS[family])
+    engine = run(tmp_path, dtype=torch.bfloat16)
+    found = [module.forward for module in engine.runner.model.model.modules() if hasattr(module, "q_proj")]
+    are_exchanged = [isinstance(each, SelfAttention) and each.has_equal_halves for each in found]
+    assert are_exchanged == [family != "ministral3"] * SIZES["num_hidden_layers"]
+    assert_bits_are_the_same(engine)
+    some = prompts(1, SIZES["vocab_size"])
+    engine.generate(some, 4)
+    native = Engine(tmp_path, dtype=torch.bfloat16)
+    native.generate(some, 1)
+    with torch.inference_mode():
+        expected = reference(torch.tensor(some)).logits[0, -1]
+    for logits in (engine.logits[0][0], native.logits[0][0]):
+        assert (logits - expected).pow(2).mean() < 0.03**2 * expected.pow(2).mean()
 
 
 @pytest.mark.parametrize("quantization", ["w8a8", "w4", "nf4"])
