@@ -21,7 +21,7 @@ from tests.kernels.families import CONFIGS as FAMILIES
 from tests.kernels.families import Engine, assert_greedy, reference_model
 from tests.kernels.quantized import Writer, awq, compressed, float8, four_bit_floats, gptq, llm_int8, packed, scheme
 from tests.kernels.test_formats import BNB4, BNB8, awq_config, fp8_config, gptq_config
-from tests.kernels.test_models import prompts
+from tests.kernels.test_models import QWEN3_VL_MOE, SMALL_TOWER, prompts
 from tests.kernels.test_moe import to_mxfp4
 from tests.kernels.test_transformers_models import ONE_BY_ONE
 
@@ -209,39 +209,71 @@ STACKED = {
 )
 def test_experts_in_one_tensor_in_fp8(family: str, scales: str, ending: str, tmp_path: Path) -> None:
     """In gpt-oss and Llama 4, each expert's rows are inputs. The native models read the same."""
-    reference = reference_model(family, tmp_path, config=STACKED[family])
-    is_turned, parts = family != "qwen3-moe", {}
-    for name, tensor in reference.state_dict().items():
-        parts[name] = tensor.clone()
-        if tensor.ndim == 3 and name.endswith("_proj"):
-            parts[name], parts[name + ending], meant = in_fp8(tensor, scales, is_turned=is_turned)
-            tensor.copy_(meant)
-    (tmp_path / "model.safetensors").unlink()
-    save_file({name: each.contiguous() for name, each in parts.items()}, tmp_path / "model.safetensors")
-    file = tmp_path / "config.json"
-    of_file = json.loads(file.read_text()) | {"quantization_config": fp8_config(weight_block_size=[64, 64])}
-    file.write_text(json.dumps(of_file))
+    reference, is_turned = reference_model(family, tmp_path, config=STACKED[family]), family != "qwen3-moe"
+    write_stacked(tmp_path, reference, scales, ending, in_memory=is_turned, in_file=is_turned)
     for engine in (run(tmp_path), *([Engine(tmp_path)] if family != "llama4" else [])):
         assert_greedy(engine, reference, prompts(3, SIZES["vocab_size"]), 12)
     assert_bits_are_the_same(run(tmp_path, dtype=torch.bfloat16))
 
 
-def in_fp8(weights: torch.Tensor, scales: str, *, is_turned: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """All experts' weights in FP8, their scales, and what these mean. is_turned: weights are [experts, k, n]."""
-    experts = list(weights.mT if is_turned else weights)
+@pytest.mark.parametrize(("scales", "is_turned"), [("block", True), ("channel", True), ("block", False)])
+def test_experts_of_qwen3_vl_in_fp8(scales: str, is_turned: bool, tmp_path: Path) -> None:
+    """A rule of the library's turns them round, if the file has them so."""
+    config = transformers.Qwen3VLMoeConfig(text_config=QWEN3_VL_MOE, vision_config=SMALL_TOWER)
+    reference = transformers.Qwen3VLMoeForConditionalGeneration(config).eval()
+    for parameter in reference.parameters():
+        torch.nn.init.normal_(parameter, std=0.12)
+    reference.save_pretrained(tmp_path)
+    write_stacked(tmp_path, reference, scales, "_scale_inv", in_memory=False, in_file=is_turned)
+    for engine in (run(tmp_path), Engine(tmp_path)):
+        assert_greedy(engine, reference, prompts(3, SIZES["vocab_size"]), 12)
+
+
+def test_experts_in_fp8_that_nothing_explains_are_refused(tmp_path: Path) -> None:
+    reference = reference_model("qwen3-moe", tmp_path, config=CONFIGS["qwen3-moe"])
+    write_stacked(tmp_path, reference, "block", "_of_another_name", in_memory=False, in_file=False)
+    for model_impl in ("native", "transformers"):
+        with pytest.raises(StartupError, match=r"the checkpoint has no tensor .*experts\.gate_up_proj_scale_inv"):
+            Engine(tmp_path, model_impl=model_impl)
+    file = tmp_path / "config.json"
+    config = json.loads(file.read_text())
+    del config["quantization_config"]
+    file.write_text(json.dumps(config))
+    for model_impl in ("native", "transformers"):
+        with pytest.raises(StartupError, match=r"gate_up_proj.weight is quantized, and config\.json has no quanti"):
+            Engine(tmp_path, model_impl=model_impl)
+
+
+def write_stacked(
+    folder: Path, model: PreTrainedModel, scales: str, ending: str, *, in_memory: bool, in_file: bool
+) -> None:
+    """Put experts in FP8 into a folder with the model, and what they mean into the model. in_memory, in_file: whether
+    an expert's rows are inputs."""
+    parts = {}
+    for name, tensor in model.state_dict().items():
+        parts[name] = tensor.clone()
+        if tensor.ndim == 3 and name.endswith("_proj"):
+            written = in_fp8(tensor.mT if in_memory else tensor, scales)
+            codes, of_codes, meant = (each.mT if each.ndim == 3 else each for each in written) if in_file else written
+            parts[name], parts[name + ending] = codes, of_codes
+            tensor.copy_(meant if in_memory == in_file else meant.mT)
+    for file in folder.glob("*.safetensors*"):
+        file.unlink()
+    save_file({name: each.contiguous() for name, each in parts.items()}, folder / "model.safetensors")
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = fp8_config(weight_block_size=[64, 64])
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def in_fp8(weights: torch.Tensor, scales: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """All experts' weights [experts, n, k] in FP8, their scales, and what these mean."""
     if scales == "all":
         scale = weights.abs().max() / 448
         codes = (weights / scale).to(torch.float8_e4m3fn)
         return codes, scale[None], codes.float() * scale
-    if scales == "halves":
-        pieces = [half for each in experts for half in each.chunk(2)]
-        written = [float8("tensor", scale_name="scale")(each) for each in pieces]
-        codes, meant = (
-            torch.stack([torch.cat(pair) for pair in zip(parts[::2], parts[1::2], strict=True)])
-            for parts in ([parts["weight"] for parts, _ in written], [values for _, values in written])
-        )
-        return codes, torch.stack([parts["scale"] for parts, _ in written]).view(len(experts), 2, 1), meant
-    written = [float8(scales, scale_name="scale", block=(64, 64))(each) for each in experts]
+    pieces = [half for each in weights for half in (each.chunk(2) if scales == "halves" else [each])]
+    kind = "one" if scales == "halves" else scales
+    written = [float8(kind, scale_name="scale", block=(64, 64))(each) for each in pieces]
     codes, of_codes, meant = (
         torch.stack(parts)
         for parts in (
@@ -250,7 +282,9 @@ def in_fp8(weights: torch.Tensor, scales: str, *, is_turned: bool) -> tuple[torc
             [values for _, values in written],
         )
     )
-    return (codes.mT, of_codes.mT, meant.mT) if is_turned else (codes, of_codes, meant)
+    if scales == "halves":
+        return codes.view(weights.shape), of_codes.view(len(weights), 2, 1), meant.view(weights.shape)
+    return codes, of_codes, meant
 
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen3-moe", "ministral3"])

@@ -2,9 +2,10 @@
 format, quantized as they are read if that is asked for.
 
 Modules that are products are exchanged, whatever module of the library they sit in: linear layers, gated
-MLPs as a whole, mixtures' experts, the head; and embeddings, where the file's own rows can be read. So are
-RMSNorms. Nothing else of the library is replaced: other parameters are filled. A module is made, filled and
-packed before the next one is read: the peak is the model in its final form plus one module.
+MLPs as a whole, mixtures or their experts, the head; and embeddings, where the file's own rows can be read.
+So are RMSNorms, and attention (library_attention.py). Nothing else of the library is replaced: other
+parameters are filled. A module is made, filled and packed before the next one is read: the peak is the model
+in its final form plus one module.
 """
 
 import inspect
