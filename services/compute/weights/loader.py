@@ -27,6 +27,7 @@ from services.compute.ranks.parallel.share import EVERYTHING, Portion, Share
 from services.compute.weights.gguf_source import GgufSource
 from services.compute.weights.mxfp4 import read_expert
 from services.compute.weights.safetensors_source import SafetensorsSource
+from services.compute.weights.stacked_experts import is_stacked, read_stacked
 from shared.process.errors import StartupError
 from shared.process.telemetry import get_logger
 
@@ -340,23 +341,26 @@ class Loader:
             self.packing.group,
         )
         make, activation = self.backend.make_linear, self.config.activation
-        is_turned = self.source.stored_shape(block + "experts.down_proj")[1:] == (inter, hidden) != (hidden, inter)
-        gate_up, down = (
-            self.source.dense(
-                f"{block}experts.{name}_proj", (moe.num_experts, *(shape[::-1] if is_turned else shape)), [numbers]
-            )
-            for name, shape in (("gate_up", (2 * inter, hidden)), ("down", (hidden, inter)))
-        )
-        if is_turned:
-            gate_up, down = gate_up.mT.contiguous(), down.mT.contiguous()
+        source = self.source
+        is_turned = source.stored_shape(block + "experts.down_proj")[1:] == (inter, hidden) != (hidden, inter)
+
+        def matrices(which: str, shape: tuple[int, int]) -> list[Matrix]:
+            name = f"{block}experts.{which}_proj"
+            if is_stacked(source, name):
+                read = [read_stacked(source, name, number, shape, is_turned=is_turned) for number in numbers]
+                self.widened.update({str(each) for each in read if not self.backend.is_kept(each)})
+                return read
+            whole = source.dense(name, (moe.num_experts, *(shape[::-1] if is_turned else shape)), [numbers])
+            return [Dense(each.T.contiguous() if is_turned else each) for each in whole]
+
         return [
             Expert(
-                make(
-                    Dense(gate_up[place]), quantization=quantization, group=group, is_gated=True, activation=activation
-                ),
-                make(Dense(down[place]), quantization=quantization, group=group),
+                make(gate_up, quantization=quantization, group=group, is_gated=True, activation=activation),
+                make(down, quantization=quantization, group=group),
             )
-            for place in range(len(numbers))
+            for gate_up, down in zip(
+                matrices("gate_up", (2 * inter, hidden)), matrices("down", (hidden, inter)), strict=True
+            )
         ]
 
     def gpt_oss_expert(self, block: str, number: int, moe: MoeConfig) -> Expert:

@@ -188,6 +188,12 @@ class SafetensorsSource:
         layer = StoredLayer(self, name, *shape, rows)
         if self.format is None or not self.format.holds(layer):
             return Dense(self.dense(name + "weight", shape, rows, dtype))
+        return self.matrix_of(layer)
+
+    def matrix_of(self, layer: StoredLayer) -> Matrix:
+        """The wanted rows of a quantized layer. Raises StartupError."""
+        if self.format is None:
+            raise layer.refuse("weight", "is quantized, and config.json has no quantization_config that says how")
         kept = self.format.matrix(layer)
         self.kept[kept.how] += 1
         return kept.matrix
