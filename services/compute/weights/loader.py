@@ -17,7 +17,7 @@ from torch import Tensor
 
 from services.compute.backends.backend import Backend, LayerWeights, Linear, Norms
 from services.compute.backends.host_memory import give_back_free_memory
-from services.compute.backends.matrix import Dense, Joined, concatenate, reordered
+from services.compute.backends.matrix import Dense, Joined, Matrix, concatenate, reordered
 from services.compute.models.config import IN_EIGHT_BITS, ModelConfig, Packed
 from services.compute.models.decoder import EmbeddingRows, ModelWeights
 from services.compute.models.moe import Expert, MoeConfig, MoeMlp, Router, SharedExpert
