@@ -68,6 +68,7 @@ FAMILIES = {name: config_of(name) for name in CONFIGS}
             "wrong type",
         ),
         ("granite", {"embedding_multiplier": "x"}, "embedding_multiplier is 'x'"),
+        ("hunyuan-moe", {"moe_topk": [3, 3, 2]}, r"moe_topk \[3, 3, 2\] is not supported; one number"),
         ("llama2", {"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5 is not supported for LlamaForCausalLM"),
     ],
 )
@@ -93,6 +94,7 @@ REQUIRED = (
     "n_shared_experts",
     "moe_num_experts",
     "moe_k",
+    "moe_topk",
 )
 
 

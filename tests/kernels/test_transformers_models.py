@@ -218,6 +218,23 @@ def test_states_follow_their_sequences(name: str, tmp_path: Path) -> None:
     assert {*model.sequence_states} == {0}  # which ended with the last step
 
 
+@pytest.mark.parametrize("name", RECURRENT)
+def test_a_sequence_that_comes_in_the_same_chunks_has_the_same_bits_in_bfloat16(name: str, tmp_path: Path) -> None:
+    """Alone, in a batch, and in other blocks; what other chunks do is the library's own affair."""
+    make(name, tmp_path)
+    some = prompts(5, SIZES["vocab_size"])
+    loaded = run_on_library(tmp_path, dtype=torch.bfloat16)
+    together = Engine(loaded, max_batched_tokens=sum(map(len, some)))
+    tokens = together.generate(some, 12)
+    elsewhere = Engine(loaded, max_batched_tokens=sum(map(len, some)), block_size=3)
+    assert elsewhere.generate(some, 12) == tokens
+    for number, prompt in enumerate(some):
+        alone = Engine(loaded)
+        assert alone.generate([prompt], 12) == [tokens[number]]
+        for other in (alone.logits[0], elsewhere.logits[number]):
+            assert torch.equal(torch.stack(other), torch.stack(together.logits[number]))
+
+
 def test_states_take_memory_before_the_cache_and_bound_the_places(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -239,6 +256,31 @@ def test_states_take_memory_before_the_cache_and_bound_the_places(
     assert kv <= (free - 25 * model.state_bytes) // 4
     with pytest.raises(StartupError, match="--max-num-seqs 201: the states of as many sequences take"):
         build(max_num_seqs=201)
+    states = "beside the weights, .*iB for the states of --max-num-seqs sequences and .*iB to work in"
+    with pytest.raises(StartupError, match=f"only .*iB are free {states}"):
+        build(max_num_seqs=100, kv_cache_memory=free)
+    with pytest.raises(StartupError, match=f"would have 0 bytes {states}; .* or lower --max-num-seqs"):
+        build(max_num_seqs=200)
+
+
+def test_a_model_without_keys_and_values_has_memory_for_its_states(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make("mamba2", tmp_path)
+    shutil.copy(DEMO_MODEL / "tokenizer.json", tmp_path)
+    files = open_model(str(tmp_path), weights=True)
+    state_bytes = run_on_library(tmp_path).runner.model.state_bytes
+    monkeypatch.setattr("services.compute.loop.engine.free_memory", lambda _: state_bytes * 200)
+
+    def sizes(**options: Any) -> tuple[int, int, int]:
+        """Places, the longest sequence, and blocks."""
+        engine = build_engine(ComputeSettings(dtype="float32", num_threads=1, **options), files)
+        return engine.scheduler.max_num_seqs, engine.max_model_len, engine.scheduler.block_manager.num_blocks
+
+    assert sizes() == (50, 1 << 15, 50 * (1 << 11))  # a quarter of 200
+    assert sizes(max_model_len=60) == (50, 60, 50 * 4)
+    assert sizes(max_model_len=60, kv_cache_memory=state_bytes * 7) == (7, 60, 7 * 4)
+    assert sizes(max_model_len=60, max_num_seqs=200) == (200, 60, 200 * 4)
 
 
 @pytest.mark.sampled(2)

@@ -11,6 +11,7 @@ from services.compute.models.library_errors import first_line
 from services.compute.models.mixtures import (
     deepseek_mixture,
     ernie_mixture,
+    hunyuan_mixture,
     mixture_of_all_layers,
     num_experts_of,
     qwen_mixture,
@@ -54,6 +55,8 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     | {"first_k_dense_replace": 1},
     "GptOssForCausalLM": _EPS
     | {"head_dim": 64, "sliding_window": 128, "rope_theta": 150_000.0, "attention_bias": True},
+    "HunYuanDenseV1ForCausalLM": _EPS,
+    "HunYuanMoEV1ForCausalLM": _EPS,
     "InternLM3ForCausalLM": _EPS | _HEADS,
     "Ministral3ForCausalLM": _EPS | _HEADS | {"rope_parameters": _MINISTRAL3_ROPE},
     "MiniMaxM2ForCausalLM": _HEADS | {"rope_theta": 5_000_000.0},
@@ -314,7 +317,12 @@ def _qwen2_moe(config: Config, max_model_len: int) -> ModelConfig:
         SLIDING if layer < first and layer % 2 == 0 else FULL for layer in range(num_layers)
     ]
     shared_size = config["shared_expert_intermediate_size"]
-    moe = replace(qwen_mixture(config), shared_intermediate_size=shared_size, has_shared_gate=shared_size != 0)
+    moe = replace(
+        qwen_mixture(config),
+        shared_intermediate_size=shared_size,
+        has_shared_gate=shared_size != 0,
+        shared_name="shared_expert",
+    )
     return replace(
         _qwen2(config | {"layer_types": kinds}, max_model_len), has_qkv_bias=config.get("qkv_bias", True), moe=moe
     )
@@ -361,7 +369,7 @@ def _gpt_oss(config: Config, max_model_len: int) -> ModelConfig:
         activation="clamped_swiglu",
         has_sinks=True,
         sliding_windows=_windows(config, _layer_types(config, pattern=2)),
-        moe=replace(mixture_of_all_layers(config, has_normalized_weights=True), has_bias=True),
+        moe=replace(mixture_of_all_layers(config, has_normalized_weights=True), has_bias=True, router_name="router"),
     )
 
 
@@ -480,6 +488,15 @@ def _ernie_moe(config: Config, max_model_len: int) -> ModelConfig:
     return replace(_ernie(config, max_model_len), moe=ernie_mixture(config))
 
 
+def _hunyuan(config: Config, max_model_len: int) -> ModelConfig:
+    """Hunyuan: norms of q and k after the rotation."""
+    return replace(_llama(config, max_model_len), has_qk_norm=True, norms_after_rotation=True)
+
+
+def _hunyuan_moe(config: Config, max_model_len: int) -> ModelConfig:
+    return replace(_hunyuan(config, max_model_len), moe=hunyuan_mixture(config))
+
+
 def _granite(config: Config, max_model_len: int) -> ModelConfig:
     return replace(
         _llama(config, max_model_len),
@@ -548,6 +565,8 @@ ARCHITECTURES: dict[str, Callable[[Config, int], ModelConfig]] = {
     "Glm4MoeForCausalLM": _glm4_moe,
     "GptOssForCausalLM": _gpt_oss,
     "GraniteForCausalLM": _granite,
+    "HunYuanDenseV1ForCausalLM": _hunyuan,
+    "HunYuanMoEV1ForCausalLM": _hunyuan_moe,
     "Idefics3ForConditionalGeneration": _llava,
     "InternLM3ForCausalLM": _internlm3,
     "InternVLForConditionalGeneration": _llava,

@@ -66,7 +66,7 @@ class ModelWeights:
 class Decoder:
     implementation = "native"
     splits_prompts = takes_segments = True
-    is_row_invariant = True
+    is_row_invariant = has_kv = True
     longest_text = None
     state_bytes = 0
 
@@ -93,7 +93,11 @@ class Decoder:
         self.inv_freqs = [rope.inv_freq.to(backend.device) for rope in config.ropes]
         # a rank without heads plans its steps like one with a head
         heads = Heads(
-            config.num_heads or 1, config.num_kv_heads or 1, config.head_dim, 2 * len(config.ropes[0].inv_freq)
+            config.num_heads or 1,
+            config.num_kv_heads or 1,
+            config.head_dim,
+            2 * len(config.ropes[0].inv_freq),
+            norms_after_rotation=config.norms_after_rotation,
         )
         if cut is not None:
             own, sharing = cut.heads[cut.rank], self.whole.num_heads // self.whole.num_kv_heads

@@ -59,7 +59,7 @@ class TransformersConfig:
     head_dim: int  # of the widest
 
 
-# blocks of a model without K and V account for its sequences' lengths, and hold next to nothing
+# of a model without K and V, for blocks that are as small as they can be
 NO_KV = {0: LayerShape(1, 8, 8)}
 
 
@@ -76,6 +76,7 @@ class TransformersModel:
         probed = (probe_row if is_ragged else probe_alone)(model, self.parameters)
         self.model = model
         self.shapes = dict(sorted(probed.shapes.items())) or NO_KV
+        self.has_kv = bool(probed.shapes)
         self.state_bytes, self.continues_chunks = probed.state_bytes, probed.continues_chunks
         self.sequence_states: dict[int, SequenceStates] = {}  # by handle, of a model that has some
         self.is_ragged = self.takes_segments = is_ragged
@@ -181,7 +182,7 @@ class TransformersModel:
             x = self.model.get_input_embeddings()(batch.input_ids)
             x[batch.overlay.rows] = batch.overlay.values
             inputs = {"inputs_embeds": x[tokens][None]}
-        length = None if self.is_ragged or self.shapes is NO_KV else cache.get_seq_length() + len(input_ids)
+        length = None if self.is_ragged or not self.has_kv else cache.get_seq_length() + len(input_ids)
         logits = run_modules(self.model, self.parameters, inputs, batch.positions[tokens], length, rows, cache)
         if "logits_to_keep" not in self.parameters:
             self._head_inputs[-1] = self._head_inputs[-1][:, rows]

@@ -51,16 +51,22 @@ IN_LAYER = {
     "self_attn.o_proj": "attn_output",
     "self_attn.q_norm": "attn_q_norm",
     "self_attn.k_norm": "attn_k_norm",
+    "self_attn.query_layernorm": "attn_q_norm",
+    "self_attn.key_layernorm": "attn_k_norm",
     "post_attention_layernorm": "ffn_norm",
     "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up",
     "mlp.gate_up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
     "mlp.gate": "ffn_gate_inp",
+    "mlp.gate.wg": "ffn_gate_inp",
     "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
     "mlp.shared_expert.gate_proj": "ffn_gate_shexp",
     "mlp.shared_expert.up_proj": "ffn_up_shexp",
     "mlp.shared_expert.down_proj": "ffn_down_shexp",
+    "mlp.shared_mlp.gate_proj": "ffn_gate_shexp",
+    "mlp.shared_mlp.up_proj": "ffn_up_shexp",
+    "mlp.shared_mlp.down_proj": "ffn_down_shexp",
 }
 # which follow from the metadata
 UNNEEDED = re.compile(r"blk\.\d+\.(rope_freqs|attn_rot_embd|rope_factors_long|rope_factors_short)\.weight")
@@ -248,9 +254,12 @@ class GgufSource:
             device=self.device, dtype=dtype
         )
 
-    def matrix(self, name: str, shape: tuple[int, int], rows: Sequence[range] | None = None) -> Matrix:
+    def matrix(
+        self, name: str, shape: tuple[int, int], rows: Sequence[range] | None = None, dtype: torch.dtype | None = None
+    ) -> Matrix:
+        """dtype: of a matrix that is dense in the file, and has no layout, another than the model's."""
         if (found := find_layout(self.layouts, name + "weight")) is None:
-            return self._matrix(*self._find(name + "weight", shape), name, shape, rows)
+            return self._matrix(*self._find(name + "weight", shape), name, shape, rows, dtype)
         if not self.keeps(name + "weight"):
             return Dense(self.dense(name + "weight", shape))
         self.check(name + "weight", shape)
@@ -277,9 +286,10 @@ class GgufSource:
         name: str,
         shape: tuple[int, int],
         rows: Sequence[range] | None,
+        dtype: torch.dtype | None = None,
     ) -> Matrix:
         if not self._is_kept(kind):
-            return Dense(self._dense(info, kind, name, shape, rows, None))
+            return Dense(self._dense(info, kind, name, shape, rows, dtype))
         # all of a matrix decides whether float16 can hold its scales
         size, is_judged = GGML_QUANT_SIZES[kind][1], kind == GGMLQuantizationType.MXFP4
         data = self._rows(info, kind, name, None if is_judged else rows)

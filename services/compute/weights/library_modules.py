@@ -2,20 +2,20 @@
 format, quantized as they are read if that is asked for.
 
 Modules that are products are exchanged, whatever module of the library they sit in: linear layers, gated
-MLPs as a whole, mixtures' experts, the head; and embeddings, where the file's own rows can be read. So are
-RMSNorms. Nothing else of the library is replaced: other parameters are filled. A module is made, filled and
-packed before the next one is read: the peak is the model in its final form plus one module.
+MLPs as a whole, mixtures or their experts, the head; and embeddings, where the file's own rows can be read.
+So are RMSNorms, and attention (library_attention.py). Nothing else of the library is replaced: other
+parameters are filled. A module is made, filled and packed before the next one is read: the peak is the model
+in its final form plus one module.
 """
 
-import ast
 import inspect
 import re
-import textwrap
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +27,10 @@ from transformers.integrations.moe import _default_apply_gate
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 from transformers.models.phi3.modeling_phi3 import Phi3MLP
 from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2MLP
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock, Qwen3MoeTopKRouter
 from transformers.pytorch_utils import Conv1D
 
-from services.compute.backends.backend import Backend, Linear, Mlp
+from services.compute.backends.backend import Backend, Linear, Mlp, RouterConfig
 from services.compute.backends.choose import has_same_columns
 from services.compute.backends.host_memory import give_back_free_memory
 from services.compute.backends.matrix import Dense, Matrix, concatenate
@@ -37,9 +38,17 @@ from services.compute.models.architectures import ACTIVATIONS
 from services.compute.models.config import Packed
 from services.compute.models.decoder import EmbeddingRows
 from services.compute.models.library_errors import first_line
-from services.compute.models.moe import Expert, run_experts
+from services.compute.models.moe import Expert, MoeMlp, Router, run_experts
 from services.compute.models.transformers_attention import Unsupported
 from services.compute.weights.gguf_source import GgufSource
+from services.compute.weights.library_attention import (
+    JointLinear,
+    KernelNorm,
+    LayerOfJoint,
+    as_rows,
+    body_of,
+    exchange_attention,
+)
 from services.compute.weights.library_source import ConvertedSource
 from services.compute.weights.loader import check_quantizable, warn_of_widened
 from shared.process.errors import StartupError
@@ -102,23 +111,6 @@ class KernelMlp(KernelLinear):
         super().__init__(lambda rows: mlp(rows, norm=None, eps=0.0, has_residual=False), backend)
 
 
-class KernelNorm(nn.Module):
-    """An RMSNorm."""
-
-    def __init__(self, weight: Tensor, eps: float, backend: Backend) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(weight, requires_grad=False)
-        self.variance_epsilon = eps
-        self.row_math = backend.row_math
-
-    def forward(self, x: Tensor) -> Tensor:
-        """x: [..., k]. Returns the same shape."""
-        rows = as_rows(x, self.weight.dtype)
-        return self.row_math.norm(rows, weight=self.weight, eps=self.variance_epsilon).view(x.shape).to(x.dtype)
-
-    __call__ = forward
-
-
 @dataclass(frozen=True, slots=True)
 class ActivatedLinear:
     """A layer, and what a module of the library does with its results."""
@@ -142,6 +134,10 @@ class KernelExperts(nn.Module):
         pairs = [(each.gate_up, each.down) for each in experts]
         self.grouped = backend.group_experts(pairs, len(experts)) if is_plain else None
 
+    def routed(self, router: Router) -> MoeMlp:
+        """The mixture as one."""
+        return MoeMlp(self.row_math, router, tuple(self.experts), None, self.grouped)
+
     def forward(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
         """x: [T, hidden]; chosen, weights: [T, num_active]. Returns [T, hidden]."""
         rows = as_rows(x, self.dtype)
@@ -163,12 +159,6 @@ class FileEmbedding(nn.Module):
     def forward(self, ids: Tensor) -> Tensor:
         found = self.rows[ids.flatten()].view(*ids.shape, -1)
         return found if self.scale is None else found * self.scale.to(found.dtype)
-
-
-def as_rows(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """[..., k] as [T, k], row behind row, as kernels read it."""
-    rows = x.reshape(-1, x.shape[-1])
-    return rows if rows.dtype == dtype and rows.is_contiguous() else rows.to(dtype).contiguous()
 
 
 def load_library_modules(
@@ -243,7 +233,12 @@ class ModuleExchange:
         for name, module in list(self.model.named_modules()):
             if module is head:
                 head_name = name
-            elif not name.startswith(done) and not any(part in name for part in in_float32):
+            elif (
+                not name.startswith(done)
+                and not any(part in name for part in in_float32)
+                and self.model.get_submodule(name) is module
+            ):
+                self.join_projections(name, module)
                 made = self.exchanged(name, module)
                 if made is not None:
                     self.put(name, made)
@@ -257,6 +252,7 @@ class ModuleExchange:
             if weight is not None and weight.dim() == 2 and weight.dtype == self.backend.dtype and ROUTER.search(name):
                 del module.weight
                 module.weight = KernelWeight.of(weight, self.backend)
+        exchange_attention(self.model)
 
     def put(self, name: str, module: nn.Module) -> None:
         parent, _, last = name.rpartition(".")
@@ -279,11 +275,27 @@ class ModuleExchange:
         if isinstance(module, nn.Embedding):
             rows = self.source.kept_embedding((module.num_embeddings, module.embedding_dim), f"{name}.weight")
             return None if rows is None else FileEmbedding(rows, getattr(module, "embed_scale", None))
-        # experts of the library's common interface, which says of each module what it has
-        has_experts = hasattr(module, "_apply_gate") and "down_proj" in module._parameters
-        if has_experts and not getattr(module, "has_post_expert_norm", True):
+        if self.has_experts(module):
             return KernelExperts(self.experts(name, module), self.backend)
         return None
+
+    def join_projections(self, name: str, module: nn.Module) -> None:
+        """Make queries, keys and values by one product, where a module has three layers for them."""
+        names = [f"{name}.{which}_proj" for which in "qkv"]
+        layers: list[Any] = [module._modules.get(f"{which}_proj") for which in "qkv"]
+        if any(type(layer) is not nn.Linear for layer in layers):
+            return
+        kinds = {(layer.in_features, layer.bias is None) for layer in layers}
+        if len(kinds) > 1 or any(
+            not self.source.has(f"{each}.weight") or self.is_read_elsewhere(each) for each in names
+        ):
+            return
+        if any(self.source.orders(f"{each}.weight") != (None, None) for each in names):
+            return
+        joint = JointLinear(self.linear(names, layers, self.packing.quantization), self.backend.dtype)
+        ends = list(accumulate((layer.out_features for layer in layers), initial=0))
+        for each, part in zip(names, pairwise(ends), strict=True):
+            self.put(each, LayerOfJoint(joint, slice(*part), is_last=each == names[-1]))
 
     def is_read_elsewhere(self, name: str) -> bool:
         """Whether a module that this layer is a part of reads its weight itself."""
@@ -322,7 +334,9 @@ class ModuleExchange:
         return joined
 
     def mlp(self, name: str, module: nn.Module) -> Mlp | None:
-        """A gated MLP of a form that backends know; None: it is none."""
+        """A gated MLP or a mixture of a form that backends know; None: it is none."""
+        if body_of(type(module).forward) == body_of(Qwen3MoeSparseMoeBlock.forward):
+            return self.mixture(name, module)
         if body_of(type(module).forward) in (body_of(LlamaMLP.forward), body_of(Qwen2MLP.forward)):
             parts, function = ["gate_proj", "up_proj"], module.act_fn
         elif body_of(type(module).forward) == body_of(Phi3MLP.forward):
@@ -338,6 +352,23 @@ class ModuleExchange:
         quantization = self.packing.quantization
         gate_up = self.linear([f"{name}.{each}" for each in parts], layers, quantization, activation)
         return self.backend.make_mlp(gate_up, self.linear([f"{name}.down_proj"], [module.down_proj], quantization))
+
+    def mixture(self, name: str, module: Any) -> Mlp | None:
+        """A mixture whose router is Qwen 3's; None: it is another."""
+        gate, experts = module.gate, module.experts
+        if body_of(type(gate).forward) != body_of(Qwen3MoeTopKRouter.forward) or not self.has_experts(experts):
+            return None
+        weight = self.source.dense(f"{name}.gate.weight", tuple(gate.weight.shape))
+        router = Router(
+            self.backend.make_linear(Dense(weight)),
+            RouterConfig(gate.top_k, has_normalized_weights=gate.norm_topk_prob),
+        )
+        return KernelExperts(self.experts(f"{name}.experts", experts), self.backend).routed(router)
+
+    def has_experts(self, module: nn.Module) -> bool:
+        """Whether a module has the library's common interface of experts, which says what it has."""
+        is_common = hasattr(module, "_apply_gate") and "down_proj" in module._parameters
+        return is_common and not getattr(module, "has_post_expert_norm", True)
 
     def experts(self, name: str, module: Any) -> list[Expert]:
         """A mixture's experts, whose module has the parameters of all of them in a tensor each."""
@@ -424,18 +455,6 @@ OF_A_WEIGHT = (Tensor.dtype.__get__, Tensor.device.__get__, Tensor.shape.__get__
 def source_of(kind: Any) -> str:
     """The code of a class."""
     return inspect.getsource(kind)
-
-
-@cache
-def body_of(forward: Callable[..., Any]) -> str:
-    """The code of a module's forward, whatever its input is called."""
-    function = ast.parse(textwrap.dedent(inspect.getsource(forward))).body[0]
-    assert isinstance(function, ast.FunctionDef)
-    inputs = [each.arg for each in function.args.args[1:2]]
-    for node in ast.walk(function):
-        if isinstance(node, ast.Name) and node.id in inputs:
-            node.id = "x"
-    return "\n".join(ast.unparse(each) for each in function.body)
 
 
 def fill(model: Any, source: Source, in_float32: set[str], without: str) -> None:

@@ -28,6 +28,7 @@ from transformers.core_model_loading import (
     MergeModulelist,
     PermuteForRope,
     Split,
+    Transpose,
     WeightConverter,
     WeightRenaming,
     dot_natural_key,
@@ -41,6 +42,7 @@ from services.compute.weights.formats import StoredLayer
 from services.compute.weights.formats.stored import FLOATS
 from services.compute.weights.mxfp4 import to_matrix
 from services.compute.weights.safetensors_source import SafetensorsSource
+from services.compute.weights.stacked_experts import is_stacked, read_stacked, stacked_values
 from shared.model.files import text_config
 from shared.process.errors import StartupError
 
@@ -137,16 +139,26 @@ class ConvertedSource:
         return self._rows(name + "weight", shape, None)
 
     def expert(self, name: str, number: int, shape: tuple[int, int], *, is_transposed: bool) -> Matrix:
-        """An expert's matrix [n, k], of the parameter of all of them, in which it is perhaps transposed."""
-        stored = self._origins[name].sources[0][1] + "_blocks"
-        if self.stored.has(stored):
+        """An expert's matrix [n, k], of the parameter of all of them."""
+        origin = self._origins[name]
+        stored = origin.sources[0][1]
+        if self.stored.has(stored + "_blocks"):
             n, groups = shape[0], shape[1] // 32
-            codes = self.stored.one_of(stored, number, (n, groups, 16), (torch.uint8,))
-            scales = self.stored.one_of(stored.removesuffix("blocks") + "scales", number, (n, groups), (torch.uint8,))
+            codes = self.stored.one_of(stored + "_blocks", number, (n, groups, 16), (torch.uint8,))
+            scales = self.stored.one_of(stored + "_scales", number, (n, groups), (torch.uint8,))
             return to_matrix(codes, scales, self.stored.dtype)
+        if is_stacked(self.stored, stored) and self._is_turned(origin, name) != is_transposed:
+            return read_stacked(self.stored, stored, number, shape, is_turned=True)
         if not is_transposed:
             return self._rows(name, shape, number)
         return Dense(self._rows(name, shape[::-1], number).dequantize(self.stored.dtype).T.contiguous())
+
+    def _is_turned(self, origin: Origin, name: str) -> bool:
+        """Whether the rule does nothing but exchange rows and columns of each expert."""
+        match [] if origin.converter is None else origin.converter.operations:
+            case [Transpose(dim0=1, dim1=2) as rule]:
+                return not rule.check_dims or self.stored.stored_shape(origin.sources[0][1]) != self.shapes[name]
+        return False
 
     def dense(self, name: str, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> Tensor:
         """A parameter in floats; dtype: another than the model's."""
@@ -165,6 +177,8 @@ class ConvertedSource:
 
     def _values(self, origin: Origin, stored: str, shape: tuple[int, ...]) -> Tensor:
         """A stored weight in floats, of a parameter of this shape."""
+        if is_stacked(self.stored, stored):
+            return stacked_values(self.stored, stored)
         layer = self._layer(origin, stored, shape[-1]) if shape else None
         if layer is not None and self.stored.format is not None and self.stored.format.holds(layer):
             return self.stored.matrix(layer.name, (layer.n, layer.k)).dequantize(self.stored.dtype)
@@ -259,8 +273,10 @@ class ConvertedSource:
             return self.stored.matrix(layer.name, (layer.n, k), None if len(rows) == layer.n else [rows])
         if len(self.stored.stored_shape(stored)) < 3:
             return Dense(self.stored.dense(stored, (height, k), [rows]))
-        part = self.stored.one_of(stored, rows.start // height, (height, k), FLOATS)
-        first = rows.start % height
+        number, first = divmod(rows.start, height)
+        if is_stacked(self.stored, stored):
+            return read_stacked(self.stored, stored, number, (height, k), [range(first, first + len(rows))])
+        part = self.stored.one_of(stored, number, (height, k), FLOATS)
         return Dense(part[first : first + len(rows)].to(self.stored.dtype))
 
     def report(self) -> None:

@@ -249,6 +249,20 @@ def _seed_oss(head: GgufHead, _prefix: str) -> dict[str, Any]:
     return {"hidden_act": "silu", "mlp_bias": _has_mlp_bias(head)}
 
 
+def _hunyuan(_head: GgufHead, _prefix: str) -> dict[str, Any]:
+    return {"hidden_act": "silu"}
+
+
+def _hunyuan_moe(head: GgufHead, prefix: str) -> dict[str, Any]:
+    experts = read_experts(head, prefix)
+    return {
+        "hidden_act": "silu",
+        "intermediate_size": experts["moe_intermediate_size"],
+        "num_experts": experts["num_experts"],
+        "moe_topk": experts["num_experts_per_tok"],
+    }
+
+
 def _has_mlp_bias(head: GgufHead) -> bool:
     return "blk.0.ffn_gate.bias" in head.tensors
 
@@ -265,6 +279,10 @@ FAMILIES = {
         "granite",
         _granite,
         ("attention.scale", "embedding_scale", "residual_scale", "logit_scale"),
+    ),
+    "hunyuan-dense": Family("HunYuanDenseV1ForCausalLM", "hunyuan_v1_dense", _hunyuan),
+    "hunyuan-moe": Family(
+        "HunYuanMoEV1ForCausalLM", "hunyuan_v1_moe", _hunyuan_moe, ("expert_count", "expert_shared_count")
     ),
     "llama": Family(
         "LlamaForCausalLM", "llama", _llama, ("expert_count",), others=("MistralForCausalLM", "MixtralForCausalLM")

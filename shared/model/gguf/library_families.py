@@ -255,20 +255,6 @@ def _ernie4_5_moe(head: GgufHead, prefix: str) -> dict[str, Any]:
     }
 
 
-def _silu(head: GgufHead, prefix: str) -> dict[str, Any]:  # noqa: ARG001
-    return {"hidden_act": "silu"}
-
-
-def _hunyuan_moe(head: GgufHead, prefix: str) -> dict[str, Any]:
-    experts = read_experts(head, prefix)
-    return {
-        "hidden_act": "silu",
-        "intermediate_size": experts["moe_intermediate_size"],
-        "num_experts": experts["num_experts"],
-        "moe_topk": experts["num_experts_per_tok"],
-    }
-
-
 def _minimax_m2(head: GgufHead, prefix: str) -> dict[str, Any]:
     experts = read_experts(head, prefix)
     return _glm4(head, prefix) | {
@@ -371,10 +357,6 @@ LIBRARY_FAMILIES = {
         has_sigmoid_experts=True,
     ),
     "gpt2": Family("GPT2LMHeadModel", "gpt2", _gpt2),
-    "hunyuan-dense": Family("HunYuanDenseV1ForCausalLM", "hunyuan_v1_dense", _silu),
-    "hunyuan-moe": Family(
-        "HunYuanMoEV1ForCausalLM", "hunyuan_v1_moe", _hunyuan_moe, ("expert_count", "expert_shared_count")
-    ),
     "llama4": Family("Llama4ForCausalLM", "llama4_text", _llama4, ("expert_count",), has_sigmoid_experts=True),
     "minimax-m2": Family(
         "MiniMaxM2ForCausalLM", "minimax_m2", _minimax_m2, ("expert_count",), has_sigmoid_experts=True

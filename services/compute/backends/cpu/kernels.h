@@ -160,7 +160,7 @@ struct Attention {
   void* workspace;
 };
 
-// Norms and rotates a step's q and k, and writes k and v to the cache.
+// Norms and rotates a step's q and k, in either order, and writes k and v to the cache.
 struct Rotation {
   // bf16 [tokens][(num_heads + 2 * num_kv_heads) * head_dim]; q is changed in place
   uint16_t* qkv;
@@ -173,6 +173,7 @@ struct Rotation {
   int64_t tokens, num_heads, head_dim;
   int64_t rotary_dim;     // a multiple of 32; dimensions from there on are not rotated
   int64_t is_norm_joint;  // the norm is over all heads of q, and of k, not over each
+  int64_t norms_after_rotation;  // of each head; else before
 };
 
 // out = x + multiplier * h, of which h is normalized first if there is a norm.
