@@ -64,7 +64,8 @@ FILES: dict[str, tuple[str, dict[str, Any]]] = {
     "minimax_m2": ("minimax-m2", EXPERTS | HEADS_32 | RMS_6 | {"rope.dimension_count": 16, "expert_gating_func": 2,
         "expert_feed_forward_length": 112}),
     "olmoe": ("olmoe", RMS_5 | {"expert_count": 8, "expert_used_count": 2}),
-    "hunyuan_dense": ("hunyuan-dense", HEADS_16 | RMS_5),
+    # its alpha is in the base
+    "hunyuan_dense": ("hunyuan-dense", HEADS_16 | RMS_5 | {"rope.freq_base": 1e4 * 50.0 ** (16 / 14)}),
     "hunyuan_moe": ("hunyuan-moe", HEADS_16 | RMS_5 | {"expert_count": 4, "expert_used_count": 2,
         "expert_feed_forward_length": 112, "expert_shared_count": 1}),
     "gemma4_dense31b": ("gemma4", RMS_6 | {"attention.key_length": 32, "attention.value_length": 32,
