@@ -142,6 +142,7 @@ def packed_tensors(config: ModelConfig, weights: ModelWeights) -> dict[str, torc
             tensors |= {
                 f"{prefix}recurrent.{field.name}": getattr(layer.recurrent, field.name)
                 for field in fields(layer.recurrent)
+                if getattr(layer.recurrent, field.name) is not None
             }
         if layer.sinks is not None:
             tensors[prefix + "self_attn.sinks"] = layer.sinks

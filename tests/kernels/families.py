@@ -22,6 +22,8 @@ from transformers import (
     GptOssConfig,
     GraniteConfig,
     InternLM3Config,
+    Lfm2Config,
+    Lfm2MoeConfig,
     LlamaConfig,
     MiniMaxM2Config,
     Ministral3Config,
@@ -116,6 +118,10 @@ HYBRIDS: dict[str, PretrainedConfig] = {
         **GATED_MIXTURE,
     ),
     "qwen3-next": Qwen3NextConfig(**SIZES, **GATED_DELTA_NET, **GATED_MIXTURE, mlp_only_layers=[1]),
+    "lfm2": Lfm2Config(**SIZES, layer_types=["conv", "full_attention", "conv"], block_multiple_of=32),
+    "lfm2-moe": Lfm2MoeConfig(
+        **SIZES, **MIXTURE, layer_types=["conv", "full_attention", "conv"], num_experts=8, num_dense_layers=1
+    ),
 }
 CONFIGS: dict[str, PretrainedConfig] = {
     "llama2": LlamaConfig(**SIZES | {"num_key_value_heads": 4}),
@@ -250,7 +256,7 @@ def reference_model(
         else:
             torch.nn.init.normal_(parameter, std=0.12)
     for buffer_name, buffer in model.named_buffers():
-        if buffer_name.endswith("e_score_correction_bias"):
+        if buffer_name.endswith(("e_score_correction_bias", "expert_bias")):
             torch.nn.init.normal_(buffer, std=0.2)
     model.save_pretrained(folder, max_shard_size=shard)
     return model.eval()

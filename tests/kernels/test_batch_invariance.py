@@ -34,6 +34,7 @@ CASES = [
     *((name, "none", 32) for name in ("gemma2", "granite", "ministral3", "phi3-longrope", "smollm3")),
     *(("qwen3-5", quantization, 0) for quantization in ("none", "w8a8")),
     ("qwen3-next", "none", 32),
+    ("lfm2", "none", 0),
 ]
 
 

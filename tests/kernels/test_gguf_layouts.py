@@ -52,6 +52,7 @@ FILES: dict[str, tuple[str, dict[str, Any]]] = {
         | {"attention.layer_norm_epsilon": 1e-5, "attention.head_count_kv": [0, 0, 0, 2], "ssm.group_count": 2,
         "feed_forward_length": [0, 32, 0, 0], "expert_shared_feed_forward_length": 32}),
     "falcon_h1": ("falcon-h1", {f"ssm.{key}": each for key, each in MAMBA.items()} | RMS_5),
+    "lfm2": ("lfm2", RMS_5 | {"attention.head_count_kv": [0, 2, 0, 2], "shortconv.l_cache": 3, "rope.freq_base": 1e6}),
     "lfm2_moe": ("lfm2moe", EXPERTS | RMS_5 | {"attention.head_count_kv": [0, 2, 0, 2], "shortconv.l_cache": 3,
         "leading_dense_block_count": 1, "expert_gating_func": 2, "rope.freq_base": 1e6}),
     "llama4": ("llama4", {"feed_forward_length": 96, "expert_count": 4, "expert_used_count": 1, "rope.freq_base": 5e5,
@@ -197,9 +198,9 @@ def test_what_a_file_lacks_of_a_layout_is_said_by_name(tmp_path: Path) -> None:
         load(path)
 
 
-@pytest.mark.parametrize("name", ["qwen3_5", "qwen3_5_moe", "qwen3_next"])
+@pytest.mark.parametrize("name", ["qwen3_5", "qwen3_5_moe", "qwen3_next", "lfm2", "lfm2_moe"])
 @torch.inference_mode()
-def test_our_own_executor_reads_files_of_gated_delta_net(name: str, tmp_path: Path) -> None:
+def test_our_own_executor_reads_files_of_layers_with_states(name: str, tmp_path: Path) -> None:
     """In float32 its tokens are the library's; in bfloat16 matrices stay in the file's blocks, and int8
     activations may choose another expert now and then."""
     torch.manual_seed(3)

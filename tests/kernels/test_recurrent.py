@@ -39,6 +39,7 @@ from tests.kernels.families import Engine, reference_model
 from tests.kernels.test_models import prompts
 
 SIZES = RecurrenceConfig("delta", num_heads=6, num_key_heads=2, key_dim=16, value_dim=24, kernel=4)
+CONVOLUTION = RecurrenceConfig("convolution", num_heads=1, num_key_heads=1, key_dim=1, value_dim=40, kernel=3)
 NUM_TOKENS, NUM_SLOTS, EPS = 40, 3, 1e-6
 LONGEST_LOG = 6
 
@@ -134,15 +135,16 @@ def test_any_steps_give_the_same_bits(data: st.DataObject) -> None:
     """Sequences side by side, each in chunks of its own, with a log that is folded now or later, or cut."""
     torch.manual_seed(data.draw(st.integers(0, 1000)))
     dtype = data.draw(st.sampled_from([torch.float32, torch.bfloat16]))
-    weights, recurrence = random_weights(SIZES), TorchRecurrence(SIZES, CPU)
-    projected = torch.randn(NUM_SLOTS, NUM_TOKENS, SIZES.width).to(dtype)
+    sizes = data.draw(st.sampled_from([SIZES, CONVOLUTION]))
+    weights, recurrence = random_weights(sizes), TorchRecurrence(sizes, CPU)
+    projected = torch.randn(NUM_SLOTS, NUM_TOKENS, sizes.width).to(dtype)
     lengths = [data.draw(st.integers(1, NUM_TOKENS)) for _ in range(data.draw(st.integers(1, NUM_SLOTS)))]
     expected = []
     for rows, length in zip(projected, lengths, strict=False):
-        cache = dirty_layer(SIZES, SIZES.ring, dtype)
+        cache = dirty_layer(sizes, sizes.ring, dtype)
         states = recurrence.plan(StateRows([1], [length], [0], [0], [length]))
         expected.append((recurrence(rows[:length], cache, states, weights, eps=EPS), cache.state[1]))
-    cache = dirty_layer(SIZES, SIZES.kernel - 1 + LONGEST_LOG, dtype)
+    cache = dirty_layer(sizes, sizes.kernel - 1 + LONGEST_LOG, dtype)
     slots = data.draw(st.permutations(range(NUM_SLOTS)))
     cuts = [
         Cut(slot, rows[:length]) for slot, rows, length in zip(slots, projected[: len(lengths)], lengths, strict=False)

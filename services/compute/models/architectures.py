@@ -7,7 +7,7 @@ from typing import Any
 
 from services.compute.backends.torch.reference import SWIGLU_ALPHA, SWIGLU_LIMIT
 from services.compute.models.config import PACKED_METHOD, ModelConfig, Packed, QueryTemperature
-from services.compute.models.hybrid import GATED_DELTA_NET, HYBRIDS
+from services.compute.models.hybrid import HYBRID_DEFAULTS, HYBRIDS
 from services.compute.models.library_errors import first_line
 from services.compute.models.llama import FULL, SLIDING, Config, layer_kinds, llama, rotary_share
 from services.compute.models.mixtures import (
@@ -70,7 +70,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "Qwen3ForCausalLM": _HEADS | _WINDOW,
     "Qwen3MoeForCausalLM": _WINDOW,
     "Qwen3VLForConditionalGeneration": _HEADS,
-    **dict.fromkeys(HYBRIDS, GATED_DELTA_NET),
+    **HYBRID_DEFAULTS,
     "SeedOssForCausalLM": _HEADS | {"attention_bias": True},
     "SmolLM3ForCausalLM": {"rope_theta": 2_000_000.0, "tie_word_embeddings": True},
 }

@@ -60,6 +60,22 @@ def deepseek_mixture(config: Config) -> MoeConfig:
     )
 
 
+def lfm2_mixture(config: Config) -> MoeConfig:
+    """The layers after the first ones, with experts scored by sigmoid."""
+    return MoeConfig(
+        num_experts=num_experts_of(config),
+        router=RouterConfig(
+            config["num_experts_per_tok"],
+            has_normalized_weights=bool(config["norm_topk_prob"]),
+            has_sigmoid_scores=True,
+            has_correction=bool(config["use_expert_bias"]),
+            scaling=config.get("routed_scaling_factor", 1.0),
+        ),
+        intermediate_size=config["moe_intermediate_size"],
+        sparse_layers=frozenset(range(config["num_dense_layers"], config["num_hidden_layers"])),
+    )
+
+
 def ernie_mixture(config: Config) -> MoeConfig:
     """ERNIE's: every moe_layer_interval-th layer's from moe_layer_start_index to moe_layer_end_index."""
     num_layers, step = config["num_hidden_layers"], config["moe_layer_interval"]

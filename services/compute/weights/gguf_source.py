@@ -462,9 +462,9 @@ def translate_library_name(names: gguf.TensorNameMap, name: str) -> str:
     if not name.endswith((".weight", ".bias")):
         name = name.removesuffix("_bias") + ".bias" if name.endswith("_bias") else name + ".weight"
     suffixes = (".weight", ".bias")
-    # the names of a checkpoint, which the library changed
-    published = name.replace("model.", "backbone.", 1)
-    return names.get_name(name, suffixes) or names.get_name(published, suffixes) or name
+    # the names of a checkpoint, which the library changed, or our own executor
+    published = name.replace("model.", "backbone.", 1), name.replace("model.norm.", "model.embedding_norm.")
+    return next((found for each in (name, *published) if (found := names.get_name(each, suffixes))), name)
 
 
 def _map_file(path: Path) -> mmap.mmap:

@@ -65,6 +65,14 @@ def delta_pieces(sizes: RecurrenceConfig, source: WeightSource, block: str) -> l
     return [*inputs, *scalars, gate]
 
 
+def projections(sizes: RecurrenceConfig, source: WeightSource, prefix: str) -> tuple[list[MatrixRows], str]:
+    """The pieces of a layer's projected row, and the name of its output projection."""
+    if sizes.kind == "convolution":
+        return [MatrixRows(prefix + "conv.in_proj.", sizes.width)], prefix + "conv.out_proj."
+    block = prefix + "linear_attn."
+    return delta_pieces(sizes, source, block), block + "out_proj."
+
+
 def has_matrix(source: WeightSource, name: str) -> bool:
     """Whether there is a matrix of that name, in any format."""
     return any(source.has(name + part) for part in ("weight", "qweight", "weight_packed"))
@@ -77,20 +85,21 @@ def every(first: range, period: int, count: int) -> list[range]:
 
 def read_recurrent(sizes: RecurrenceConfig, source: WeightSource, prefix: str, *, is_packed: bool) -> RecurrentWeights:
     """The weights of a layer, whose names begin so. A packed checkpoint has them as they are computed with."""
-    shapes = {
-        "convolution": (sizes.kernel, sizes.channels),
-        "decay": (sizes.num_heads,),
-        "dt_bias": (sizes.num_heads,),
-        "norm": (sizes.value_dim,),
-    }
+    shapes: dict[str, tuple[int, ...]] = {"convolution": (sizes.kernel, sizes.channels)}
+    if sizes.has_state:
+        shapes |= {"decay": (sizes.num_heads,), "dt_bias": (sizes.num_heads,), "norm": (sizes.value_dim,)}
 
     def read(name: str, shape: tuple[int, ...]) -> Tensor:
         return source.dense(prefix + name, shape, dtype=torch.float32)
 
     if is_packed:
         return RecurrentWeights(**{name: read("recurrent." + name, shape) for name, shape in shapes.items()})
+    name = "linear_attn.conv1d.weight" if sizes.has_state else "conv.conv.weight"
+    convolution = read(name, (sizes.channels, 1, sizes.kernel)).squeeze(1).T.contiguous()
+    if not sizes.has_state:
+        return RecurrentWeights(convolution)
     return RecurrentWeights(
-        read("linear_attn.conv1d.weight", (sizes.channels, 1, sizes.kernel)).squeeze(1).T.contiguous(),
+        convolution,
         -torch.exp(read("linear_attn.A_log", shapes["decay"])),
         read("linear_attn.dt_bias", shapes["dt_bias"]),
         read("linear_attn.norm.weight", shapes["norm"]),

@@ -25,7 +25,7 @@ from services.compute.models.parts import LayerParts, MixtureParts, MlpParts, Mo
 from services.compute.ranks.parallel.heads import heads_of
 from services.compute.ranks.parallel.share import EVERYTHING, Portion, Share
 from services.compute.weights.gguf_source import GgufSource
-from services.compute.weights.hybrid_layers import MatrixRows, delta_pieces, read_recurrent, with_gate
+from services.compute.weights.hybrid_layers import MatrixRows, projections, read_recurrent, with_gate
 from services.compute.weights.mxfp4 import read_expert
 from services.compute.weights.safetensors_source import SafetensorsSource
 from shared.process.errors import StartupError
@@ -258,13 +258,13 @@ class Loader:
     def recurrent_parts(self, number: int, norms: Norms) -> LayerParts:
         config, prefix, sizes = self.config, f"model.layers.{number}.", self.config.recurrence
         assert sizes is not None
-        block, is_packed = prefix + "linear_attn.", config.packed is not None
+        is_packed, (pieces, output) = config.packed is not None, projections(sizes, self.source, prefix)
         return LayerParts(
             norms=norms,
-            qkv=self.joined(prefix + "qkv.", delta_pieces(sizes, self.source, block), has_bias=False),
+            qkv=self.joined(prefix + "qkv.", pieces, has_bias=False),
             output=self.columns(
                 prefix + "output.",
-                block + "out_proj.",
+                output,
                 (config.hidden_size, sizes.inner),
                 has_bias=False,
                 quantization=self.packing.of_output,

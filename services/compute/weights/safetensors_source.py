@@ -26,6 +26,21 @@ PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 # of a multimodal checkpoint's text part, in older files and newer ones
 TEXT_PREFIXES = ("language_model.model.", "model.language_model.", "model.text_model.")
 
+# LFM2's names, and those of most families
+LFM2_NAMES = {
+    "model.embedding_norm.": "model.norm.",
+    ".operator_norm.": ".input_layernorm.",
+    ".ffn_norm.": ".post_attention_layernorm.",
+    ".self_attn.out_proj.": ".self_attn.o_proj.",
+    ".q_layernorm.": ".q_norm.",
+    ".k_layernorm.": ".k_norm.",
+    ".feed_forward.expert_bias": ".mlp.e_score_correction_bias",
+    ".feed_forward.": ".mlp.",
+    ".w1.": ".gate_proj.",
+    ".w2.": ".down_proj.",
+    ".w3.": ".up_proj.",
+}
+
 # of the model without its head, as embedding models are published (Qwen 3 Embedding)
 BARE_EMBEDDING = "embed_tokens.weight"
 
@@ -50,6 +65,8 @@ class SafetensorsSource:
         self.device = device
         files = self._index()
         self._name_in_file = {name if has_own_names else _text_name(name): name for name in files}
+        if "model.embedding_norm.weight" in self._name_in_file and not has_own_names:
+            self._name_in_file = {_lfm2_name(name): of_file for name, of_file in self._name_in_file.items()}
         if BARE_EMBEDDING in self._name_in_file and not has_own_names:
             self._name_in_file = {
                 name if name.startswith("lm_head.") else f"model.{name}": of_file
@@ -244,3 +261,9 @@ def _text_name(name: str) -> str:
         if name.startswith(prefix):
             return "model." + name.removeprefix(prefix)
     return name.removeprefix("language_model.") if name.startswith("language_model.lm_head.") else name
+
+
+def _lfm2_name(name: str) -> str:
+    for own, common in LFM2_NAMES.items():
+        name = name.replace(own, common)
+    return name

@@ -178,8 +178,10 @@ HYBRID_FAMILIES = {
     "granitehybrid": Family(
         "GraniteMoeHybridForCausalLM", "granitemoehybrid", _granitehybrid, ("expert_count", *_SCALES)
     ),
-    "lfm2": Family("Lfm2ForCausalLM", "lfm2", _lfm2),
-    "lfm2moe": Family("Lfm2MoeForCausalLM", "lfm2_moe", _lfm2moe, ("expert_count", "expert_gating_func")),
+    "lfm2": Family("Lfm2ForCausalLM", "lfm2", _lfm2, is_native=True),
+    "lfm2moe": Family(
+        "Lfm2MoeForCausalLM", "lfm2_moe", _lfm2moe, ("expert_count", "expert_gating_func"), is_native=True
+    ),
     "nemotron_h": Family("NemotronHForCausalLM", "nemotron_h", _nemotron_h),
     "nemotron_h_moe": Family("NemotronHForCausalLM", "nemotron_h", _nemotron_h_moe, _OF_NEMOTRON),
     "qwen35": Family(

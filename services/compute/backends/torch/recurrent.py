@@ -21,7 +21,7 @@ from services.compute.backends.host_memory import mapped_zeros
 from services.compute.backends.torch.reference import silu
 
 L2_EPS = 1e-6  # of the norms of q and k
-LARGEST_SIZE = 4096
+LARGEST_SIZE = 1 << 16
 LOG_LENGTH = 1  # tokens: the one whose row of logits decides the next may be computed again
 LINEAR_FROM = 20.0  # softplus is x from here on, as in torch
 
@@ -32,7 +32,8 @@ class RecurrenceConfig:
 
     kind: `delta`, gated delta-net. A token's projected row is [q | k | v | b | a | z]: the convolution
     runs over q, k and v, b and a are the gates of the state, a number a head, and z is the gate of what
-    is read from it.
+    is read from it. `convolution`, a short convolution alone: of [B | C | x] it runs over B * x, which
+    the log has, and C multiplies the result. It is one head without a state, of value_dim channels.
     """
 
     kind: str
@@ -62,17 +63,23 @@ class RecurrenceConfig:
 
     @property
     def channels(self) -> int:
-        """Columns of a projected row that go through the convolution."""
+        """Columns that go through the convolution."""
+        if not self.has_state:
+            return self.value_dim
         return 2 * self.num_key_heads * self.key_dim + self.num_heads * self.value_dim
 
     @property
     def logged(self) -> int:
-        """Columns of a projected row that the log keeps: the first ones."""
-        return self.channels + 2 * self.num_heads
+        """Columns that the log keeps: of a projected row with a state, the first ones."""
+        return self.channels + 2 * self.num_heads * self.has_state
+
+    @property
+    def has_state(self) -> bool:
+        return self.kind != "convolution"
 
     @property
     def state_shape(self) -> tuple[int, int, int]:
-        return self.num_heads, self.key_dim, self.value_dim
+        return (self.num_heads, self.key_dim, self.value_dim) if self.has_state else (0, 0, 0)
 
     @property
     def ring(self) -> int:
@@ -91,7 +98,7 @@ class RecurrenceConfig:
     @property
     def width(self) -> int:
         """Columns of a projected row."""
-        return self.logged + self.inner
+        return self.logged + self.inner if self.has_state else 3 * self.value_dim
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,9 +106,10 @@ class RecurrentWeights:
     """The weights of a recurrent layer in addition to its projections, float32."""
 
     convolution: Tensor  # [kernel, channels]: the last tap is the token's own
-    decay: Tensor  # [heads]: rates, negative
-    dt_bias: Tensor  # [heads]
-    norm: Tensor  # [value_dim]
+    # None: the recurrence has no state
+    decay: Tensor | None = None  # [heads]: rates, negative
+    dt_bias: Tensor | None = None  # [heads]
+    norm: Tensor | None = None  # [value_dim]
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,12 +242,19 @@ class TorchRecurrence:
         norm. Returns [T, inner], in projected's dtype."""
         config, ring = self.config, cache.inputs.shape[1]
         new = projected[:, : config.logged]
+        if not config.has_state:
+            b, c, x = (each.float() for each in projected.chunk(3, 1))
+            new = (b * x).to(projected.dtype)
         slots, positions = states.kept
         zeros = new.new_zeros(1, config.logged)
         inputs = torch.cat([zeros, cache.inputs[slots, positions % ring], new])[states.arranged]
         tokens, slots, positions = states.written
         cache.inputs[slots, positions % ring] = new[tokens]
-        convolved = silu(convolve(inputs[:, : config.channels], states.windows, weights.convolution))
+        convolved = convolve(inputs[:, : config.channels], states.windows, weights.convolution)
+        if not config.has_state:
+            return (c * convolved[states.results]).to(projected.dtype)
+        assert weights.norm is not None
+        convolved = silu(convolved)
         own = inputs[states.windows + config.kernel - 1, config.channels :].float()
         read = self._scan(*self._split(convolved, own, weights), cache, states)[states.results]
         normed = read * torch.rsqrt(tree_sum(read * read, -1)[..., None] / config.value_dim + eps) * weights.norm
@@ -252,6 +267,7 @@ class TorchRecurrence:
         """q, k and v of each head, [tokens, heads, dim], the share of what is new in a state, and the share
         that stays, [tokens, heads]. scalars: [tokens, 2 * heads], b and a."""
         config = self.config
+        assert weights.decay is not None and weights.dt_bias is not None
         size = config.num_key_heads * config.key_dim
         q, k, v = torch.split(convolved, [size, size, config.num_heads * config.value_dim], 1)
         q, k = (self._of_heads(unit(each.view(-1, config.num_key_heads, config.key_dim))) for each in (q, k))
