@@ -35,6 +35,8 @@ CASES = [
     *(("qwen3-5", quantization, 0) for quantization in ("none", "w8a8")),
     ("qwen3-next", "none", 32),
     ("lfm2", "none", 0),
+    ("granite4-h", "none", 0),
+    ("granite4-dense", "w8a8", 0),
 ]
 
 

@@ -198,7 +198,7 @@ def test_what_a_file_lacks_of_a_layout_is_said_by_name(tmp_path: Path) -> None:
         load(path)
 
 
-@pytest.mark.parametrize("name", ["qwen3_5", "qwen3_5_moe", "qwen3_next", "lfm2", "lfm2_moe"])
+@pytest.mark.parametrize("name", ["qwen3_5", "qwen3_5_moe", "qwen3_next", "lfm2", "lfm2_moe", "granite4_h"])
 @torch.inference_mode()
 def test_our_own_executor_reads_files_of_layers_with_states(name: str, tmp_path: Path) -> None:
     """In float32 its tokens are the library's; in bfloat16 matrices stay in the file's blocks, and int8

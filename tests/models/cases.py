@@ -119,6 +119,13 @@ NATIVE: dict[str, Blueprint] = {
     "lfm2_vl": seeing("lfm2_vl", text("lfm2", layer_types=["conv", "full_attention", "conv", "full_attention"],
         block_auto_adjust_ff_dim=False), {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
         "num_attention_heads": 2}),
+    "granite4_h": text("granitemoehybrid", **MAMBA, layer_types=["mamba", "mamba", "attention", "mamba"],
+        num_local_experts=4, num_experts_per_tok=2, shared_intermediate_size=48, embedding_multiplier=3.0,
+        residual_multiplier=0.4, attention_multiplier=0.3, logits_scaling=2.5),
+    "granite4_micro_attn": text("granitemoehybrid", length_name="", num_hidden_layers=4, **MAMBA, layer_types=["attention"] * 4, num_local_experts=0,  # noqa: E501
+        num_experts_per_tok=0, shared_intermediate_size=48, position_embedding_type="rope"),
+    "granite4_micro_nope": text("granitemoehybrid", length_name="", num_hidden_layers=4, **MAMBA, layer_types=["attention"] * 4, num_local_experts=0,  # noqa: E501
+        num_experts_per_tok=0, shared_intermediate_size=48, position_embedding_type="nope"),
     "qwen3_5": text("qwen3_5_text", **GDN, **PART),
     "qwen3_5_moe": text("qwen3_5_moe_text", without=("intermediate_size",), **GDN, **PART, moe_intermediate_size=32,
         shared_expert_intermediate_size=32, num_experts_per_tok=2, num_experts=8),
@@ -143,8 +150,6 @@ RAGGED: dict[str, Blueprint] = {
         audio_config={"hidden_size": 32, "intermediate_size": 48, "num_blocks": 1, "num_attention_heads": 2,
         "ext_pw_out_channel": 32, "nemo_conv_channels": 32}, rope_parameters=HALF_ROPE),
     "phimoe": text("phimoe", num_local_experts=4, num_experts_per_tok=2),
-    "granite4_micro_attn": text("granitemoehybrid", length_name="", num_hidden_layers=4, **MAMBA, layer_types=["attention"] * 4, num_local_experts=0,  # noqa: E501
-        num_experts_per_tok=0, shared_intermediate_size=48, position_embedding_type="rope"),
     "granitemoe": text("granitemoe", num_local_experts=4, num_experts_per_tok=2),
     "granitemoeshared": text("granitemoeshared", num_local_experts=4, num_experts_per_tok=2,
         shared_intermediate_size=32),
@@ -211,8 +216,6 @@ RAGGED: dict[str, Blueprint] = {
     "glm": text("glm", head_dim=16),
     "gemma4_unified_vl": seeing("gemma4_unified", text("gemma4_unified_text", head_dim=16, attention_k_eq_v=True, **L4,
         final_logit_softcapping=30.0), None, audio_config=None),
-    "granite4_micro_nope": text("granitemoehybrid", length_name="", num_hidden_layers=4, **MAMBA, layer_types=["attention"] * 4, num_local_experts=0,  # noqa: E501
-        num_experts_per_tok=0, shared_intermediate_size=48, position_embedding_type="nope"),
     "llava_onevision": seeing("llava_onevision", text("qwen2"), SIG | {"model_type": "siglip_vision_model"}),
     "aya_vision": seeing("aya_vision", text("cohere2", **L4, head_dim=16, logit_scale=1.0),
         SIG | {"model_type": "siglip_vision_model"}),
@@ -257,9 +260,6 @@ ONE_BY_ONE: dict[str, Blueprint] = {
 }
 # one by one, with states of each sequence
 RECURRENT: dict[str, Blueprint] = {
-    "granite4_h": text("granitemoehybrid", **MAMBA, layer_types=["mamba", "mamba", "attention", "mamba"],
-        num_local_experts=4, num_experts_per_tok=2, shared_intermediate_size=48, embedding_multiplier=3.0,
-        residual_multiplier=0.4, attention_multiplier=0.3, logits_scaling=2.5),
     "lfm3": text("lfm3", head_dim=16, sliding_window=24),
     "nemotron_h_nano": text("nemotron_h", length_name="",
         layers_block_type=["mamba", "moe", "mamba", "attention"], head_dim=16, ssm_state_size=16, mamba_num_heads=8,

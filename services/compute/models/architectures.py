@@ -9,7 +9,7 @@ from services.compute.backends.torch.reference import SWIGLU_ALPHA, SWIGLU_LIMIT
 from services.compute.models.config import PACKED_METHOD, ModelConfig, Packed, QueryTemperature
 from services.compute.models.hybrid import HYBRID_DEFAULTS, HYBRIDS
 from services.compute.models.library_errors import first_line
-from services.compute.models.llama import FULL, SLIDING, Config, layer_kinds, llama, rotary_share
+from services.compute.models.llama import FULL, SLIDING, Config, granite, layer_kinds, llama, rotary_share
 from services.compute.models.mixtures import (
     deepseek_mixture,
     ernie_mixture,
@@ -420,16 +420,6 @@ def _ernie_moe(config: Config, max_model_len: int) -> ModelConfig:
     return replace(_ernie(config, max_model_len), moe=ernie_mixture(config))
 
 
-def _granite(config: Config, max_model_len: int) -> ModelConfig:
-    return replace(
-        llama(config, max_model_len),
-        embedding_multiplier=config.get("embedding_multiplier", 1.0),
-        residual_multiplier=config.get("residual_multiplier", 1.0),
-        attention_scale=config.get("attention_multiplier", 1.0),
-        logits_multiplier=1.0 / config.get("logits_scaling", 1.0),
-    )
-
-
 def _seed_oss(config: Config, max_model_len: int) -> ModelConfig:
     read = llama(config, max_model_len)
     return replace(read, has_output_bias=bool(config.get("attention_out_bias", False)))
@@ -480,7 +470,7 @@ ARCHITECTURES: dict[str, Callable[[Config, int], ModelConfig]] = {
     "GemmaForCausalLM": _gemma,
     "Glm4MoeForCausalLM": _glm4_moe,
     "GptOssForCausalLM": _gpt_oss,
-    "GraniteForCausalLM": _granite,
+    "GraniteForCausalLM": granite,
     "Idefics3ForConditionalGeneration": _llava,
     "InternLM3ForCausalLM": _internlm3,
     "InternVLForConditionalGeneration": _llava,

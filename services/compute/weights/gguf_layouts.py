@@ -162,6 +162,7 @@ _NATIVE_LFM2 = {
 NATIVE_LAYOUTS = {
     **dict.fromkeys(("qwen35", "qwen35moe", "qwen3next"), _DELTA_VALUES),
     **dict.fromkeys(("lfm2", "lfm2moe"), _NATIVE_LFM2),
+    "granitehybrid": _mamba("mamba"),
 }
 # By architecture, and by a parameter's name in its layer
 LAYOUTS: dict[str, dict[str, TensorLayout]] = {

@@ -25,7 +25,7 @@ from services.compute.models.parts import LayerParts, MixtureParts, MlpParts, Mo
 from services.compute.ranks.parallel.heads import heads_of
 from services.compute.ranks.parallel.share import EVERYTHING, Portion, Share
 from services.compute.weights.gguf_source import GgufSource
-from services.compute.weights.hybrid_layers import MatrixRows, projections, read_recurrent, with_gate
+from services.compute.weights.hybrid_layers import MatrixRows, has_matrix, projections, read_recurrent, with_gate
 from services.compute.weights.mxfp4 import read_expert
 from services.compute.weights.safetensors_source import SafetensorsSource
 from shared.process.errors import StartupError
@@ -290,6 +290,9 @@ class Loader:
     def gated(self, name: str, sources: list[str], inter: int, has_bias: bool) -> MlpParts:
         """name: when it is packed; sources: of gate, up and down, or of gate and up in one, and down."""
         hidden, part = self.config.hidden_size, self.share.part(inter)
+        fused = sources[0].replace(".gate_proj.", ".gate_up_proj.")
+        if len(sources) == 3 and isinstance(self.source, SafetensorsSource) and has_matrix(self.source, fused):
+            sources = [fused, sources[-1]]
         gate_up = self.linear(
             name + "gate_up.", sources[:-1], [(inter, hidden)] * 2, has_bias, is_gated=True, parts=[part, part]
         )

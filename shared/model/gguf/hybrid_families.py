@@ -176,7 +176,11 @@ _OF_NEMOTRON = (
 HYBRID_FAMILIES = {
     "falcon-h1": Family("FalconH1ForCausalLM", "falcon_h1", _falcon_h1),
     "granitehybrid": Family(
-        "GraniteMoeHybridForCausalLM", "granitemoehybrid", _granitehybrid, ("expert_count", *_SCALES)
+        "GraniteMoeHybridForCausalLM",
+        "granitemoehybrid",
+        _granitehybrid,
+        ("expert_count", *_SCALES),
+        is_native=True,
     ),
     "lfm2": Family("Lfm2ForCausalLM", "lfm2", _lfm2, is_native=True),
     "lfm2moe": Family(
