@@ -8,7 +8,7 @@ the scales that calibration folds into norms; a tied LM head is stored in additi
 import json
 import shutil
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 import torch
@@ -76,6 +76,8 @@ def quantize(
         raise StartupError(f"{files.weights} is quantized already")
     if config.moe is not None and calibration is not None:
         raise StartupError(f"--calibrate: {files.weights} is a mixture of experts; calibration knows dense MLPs only")
+    if config.recurrence is not None and calibration is not None:
+        raise StartupError(f"--calibrate: {files.weights} has recurrent layers; calibration knows attention only")
     windows = None if calibration is None else read_windows(calibration, files, tokens)
     source = open_source(files.weights, config, backend if windows is None else TorchBackend(torch.float32, CPU))
     source.close()
@@ -135,7 +137,13 @@ def packed_tensors(config: ModelConfig, weights: ModelWeights) -> dict[str, torc
     packed: dict[str, Product | LogitsProduct] = {"lm_head.": weights.lm_head}
     for number, layer in enumerate(weights.layers):
         prefix = f"model.layers.{number}."
-        tensors |= {prefix + name: getattr(layer.norms, field) for field, name in norm_names(config).items()}
+        tensors |= {prefix + name: getattr(layer.norms, field) for field, name in norm_names(config, number).items()}
+        if layer.recurrent is not None:
+            tensors |= {
+                f"{prefix}recurrent.{field.name}": getattr(layer.recurrent, field.name)
+                for field in fields(layer.recurrent)
+                if getattr(layer.recurrent, field.name) is not None
+            }
         if layer.sinks is not None:
             tensors[prefix + "self_attn.sinks"] = layer.sinks
         if isinstance(layer.mlp, MoeMlp) and layer.mlp.router.correction is not None:

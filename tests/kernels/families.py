@@ -21,9 +21,12 @@ from transformers import (
     Glm4MoeConfig,
     GptOssConfig,
     GraniteConfig,
+    GraniteMoeHybridConfig,
     HunYuanDenseV1Config,
     HunYuanMoEV1Config,
     InternLM3Config,
+    Lfm2Config,
+    Lfm2MoeConfig,
     LlamaConfig,
     MiniMaxM2Config,
     Ministral3Config,
@@ -38,15 +41,20 @@ from transformers import (
     PreTrainedModel,
     Qwen2Config,
     Qwen2MoeConfig,
+    Qwen3_5MoeTextConfig,
+    Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3MoeConfig,
+    Qwen3NextConfig,
     SeedOssConfig,
     SmolLM3Config,
 )
 
 from services.compute.backends.choose import choose_backend
+from services.compute.backends.torch.recurrent import LOG_LENGTH
 from services.compute.cache.block_manager import BlockManager
 from services.compute.cache.kv_cache import KVCache
+from services.compute.cache.state_slots import StateSlots
 from services.compute.candidates.prompt_logprobs import prompt_logprobs as prompt_logprobs_of
 from services.compute.candidates.prompt_logprobs import score_prompts
 from services.compute.execution.model_runner import Model, ModelRunner
@@ -94,6 +102,56 @@ LOCAL_AND_GLOBAL = ["sliding_attention", "sliding_attention", "full_attention"]
 MIXTURE: dict[str, Any] = {"num_experts_per_tok": 3, "moe_intermediate_size": 40}
 GEMMA: dict[str, Any] = SIZES | {"head_dim": 32, "sliding_window": 24, "query_pre_attn_scalar": 20}
 
+GATED_DELTA_NET: dict[str, Any] = {
+    "head_dim": 32,
+    "layer_types": ["linear_attention", "linear_attention", "full_attention"],
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 24,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 6,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25},
+}
+GATED_MIXTURE = MIXTURE | {"num_experts": 8, "shared_expert_intermediate_size": 72}
+# with layers that keep states in place of keys and values
+HYBRIDS: dict[str, PretrainedConfig] = {
+    "qwen3-5": Qwen3_5TextConfig(**SIZES, **GATED_DELTA_NET),
+    "qwen3-5-moe": Qwen3_5MoeTextConfig(
+        **{name: size for name, size in SIZES.items() if name != "intermediate_size"},
+        **GATED_DELTA_NET,
+        **GATED_MIXTURE,
+    ),
+    "qwen3-next": Qwen3NextConfig(**SIZES, **GATED_DELTA_NET, **GATED_MIXTURE, mlp_only_layers=[1]),
+    "granite4-h": GraniteMoeHybridConfig(
+        **SIZES,
+        layer_types=["mamba", "attention", "mamba"],
+        mamba_n_heads=8,
+        mamba_d_head=16,
+        mamba_n_groups=2,
+        mamba_d_state=16,
+        num_local_experts=4,
+        shared_intermediate_size=48,
+        embedding_multiplier=3.0,
+        residual_multiplier=0.4,
+        attention_multiplier=0.3,
+        logits_scaling=2.5,
+        time_step_limit=(0.4, 1.2),
+    ),
+    "granite4-dense": GraniteMoeHybridConfig(
+        **SIZES,
+        layer_types=["mamba", "attention", "mamba"],
+        mamba_n_heads=8,
+        mamba_d_head=16,
+        mamba_d_state=16,
+        num_local_experts=0,
+        num_experts_per_tok=0,
+        shared_intermediate_size=48,
+        position_embedding_type="rope",
+    ),
+    "lfm2": Lfm2Config(**SIZES, layer_types=["conv", "full_attention", "conv"], block_multiple_of=32),
+    "lfm2-moe": Lfm2MoeConfig(
+        **SIZES, **MIXTURE, layer_types=["conv", "full_attention", "conv"], num_experts=8, num_dense_layers=1
+    ),
+}
 CONFIGS: dict[str, PretrainedConfig] = {
     "llama2": LlamaConfig(**SIZES | {"num_key_value_heads": 4}),
     "llama3": LlamaConfig(**SIZES, rope_parameters=LLAMA3_ROPE, tie_word_embeddings=True),
@@ -208,6 +266,7 @@ CONFIGS: dict[str, PretrainedConfig] = {
         original_max_position_embeddings=64,
         rope_parameters=LONG_ROPE,
     ),
+    **HYBRIDS,
     "seed-oss": SeedOssConfig(**SIZES, head_dim=32),
     "smollm3": SmolLM3Config(**SIZES, head_dim=32, no_rope_layers=[1, 0, 1]),
     "smollm3-window": SmolLM3Config(**SIZES, no_rope_layers=[1, 0, 1], use_sliding_window=True, sliding_window=24),
@@ -233,7 +292,7 @@ def reference_model(
         else:
             torch.nn.init.normal_(parameter, std=0.12)
     for buffer_name, buffer in model.named_buffers():
-        if buffer_name.endswith("e_score_correction_bias"):
+        if buffer_name.endswith(("e_score_correction_bias", "expert_bias")):
             torch.nn.init.normal_(buffer, std=0.2)
     model.save_pretrained(folder, max_shard_size=shard)
     return model.eval()
@@ -286,9 +345,11 @@ class Engine:
             load = partial(load_library_modules, weights, backend, Packed(quantization, 32, attention_output, lm_head))
             executor = load_transformers_model(folder, backend, max_model_len or SIZES["max_position_embeddings"], load)
         cache = KVCache(executor.config, executor.backend, num_blocks=num_blocks, block_size=block_size, group=kv_group)
-        self.runner: ModelRunner = ModelRunner(executor, cache)
+        self.runner: ModelRunner = ModelRunner(executor, cache, num_slots=max_num_seqs)
         self.row_search = backend.row_search
-        blocks = BlockManager(num_blocks, block_size, keeps_states=executor.state_bytes > 0)
+        log_length = LOG_LENGTH if isinstance(executor, Decoder) else 0
+        slots = StateSlots(max_num_seqs, log_length) if executor.state_bytes else None
+        blocks = BlockManager(num_blocks, block_size, slots=slots)
         self.scheduler = Scheduler(
             blocks,
             make_admission(strategy, blocks),

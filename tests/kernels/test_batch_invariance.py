@@ -33,6 +33,11 @@ CASES = [
     ("olmo2", "none", 32),
     ("olmo2", "w4", 0),
     *((name, "none", 32) for name in ("gemma2", "granite", "hunyuan-dense", "ministral3", "phi3-longrope", "smollm3")),
+    *(("qwen3-5", quantization, 0) for quantization in ("none", "w8a8")),
+    ("qwen3-next", "none", 32),
+    ("lfm2", "none", 0),
+    ("granite4-h", "none", 0),
+    ("granite4-dense", "w8a8", 0),
 ]
 
 

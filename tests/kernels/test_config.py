@@ -23,7 +23,7 @@ from tests.kernels.mutations import change_one
 def config_of(name: str) -> dict[str, Any]:
     """As config.json would have it."""
     config = CONFIGS[name]
-    kind = {"gemma3": "Gemma3ForCausalLM"}.get(name, type(config).__name__.removesuffix("Config") + "ForCausalLM")
+    kind = type(config).__name__.removesuffix("Config").removesuffix("Text") + "ForCausalLM"
     found: dict[str, Any] = json.loads(json.dumps(config.to_dict() | {"architectures": [kind]}))
     return found
 
@@ -69,6 +69,11 @@ FAMILIES = {name: config_of(name) for name in CONFIGS}
         ),
         ("granite", {"embedding_multiplier": "x"}, "embedding_multiplier is 'x'"),
         ("hunyuan-moe", {"moe_topk": [3, 3, 2]}, r"moe_topk \[3, 3, 2\] is not supported; one number"),
+        ("qwen3-5", {"layer_types": ["full_attention"] * 2 + ["mamba"]}, "layers of the type mamba are not supported"),
+        ("qwen3-5", {"layer_types": ["linear_attention"] * 3}, "none of the 3 layers is full_attention"),
+        ("qwen3-5", {"layer_types": ["full_attention"] * 2}, "describes 2 layers one by one, num_hidden_layers is 3"),
+        ("qwen3-5", {"linear_num_value_heads": 3}, "3 heads of values in recurrent layers are no multiple of 2"),
+        ("qwen3-next", {"linear_key_head_dim": 0}, "key_dim of a recurrent layer is 0"),
         ("llama2", {"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5 is not supported for LlamaForCausalLM"),
     ],
 )
@@ -103,6 +108,8 @@ REQUIRED = (
 def test_what_is_left_out_is_as_the_models_own_class_has_it(name: str, switch: dict[str, Any]) -> None:
     """Where config.json says no more than the sizes."""
     least = {key: FAMILIES[name][key] for key in REQUIRED if key in FAMILIES[name]} | {"num_hidden_layers": 7} | switch
+    if name.startswith("granite4"):  # a model all of whose layers keep states is not read
+        least |= {"layer_types": ["mamba"] * 6 + ["attention"]}
     architecture = {"architectures": FAMILIES[name]["architectures"]}
     found, expected = (
         read_config(least | architecture),

@@ -12,11 +12,15 @@ from torch import Tensor
 from transformers import AutoConfig
 
 from services.compute.backends.torch.backend import TorchBackend
+from services.compute.models.architectures import is_native
 from services.compute.models.config import Packed
 from services.compute.weights.library_modules import KernelLinear, load_library_modules
+from shared.model.files import open_model
 from shared.model.gguf.checkpoint import unpack_metadata
 from shared.process.errors import StartupError
+from tests.kernels.families import Engine, assert_greedy
 from tests.kernels.gguf_files import add_tokenizer
+from tests.kernels.test_models import prompts
 from tests.models.blueprints import text
 from tests.models.cases import CASES
 from tests.models.compare import randomize
@@ -47,6 +51,7 @@ FILES: dict[str, tuple[str, dict[str, Any]]] = {
         | {"attention.layer_norm_epsilon": 1e-5, "attention.head_count_kv": [0, 0, 0, 2], "ssm.group_count": 2,
         "feed_forward_length": [0, 32, 0, 0], "expert_shared_feed_forward_length": 32}),
     "falcon_h1": ("falcon-h1", {f"ssm.{key}": each for key, each in MAMBA.items()} | RMS_5),
+    "lfm2": ("lfm2", RMS_5 | {"attention.head_count_kv": [0, 2, 0, 2], "shortconv.l_cache": 3, "rope.freq_base": 1e6}),
     "lfm2_moe": ("lfm2moe", EXPERTS | RMS_5 | {"attention.head_count_kv": [0, 2, 0, 2], "shortconv.l_cache": 3,
         "leading_dense_block_count": 1, "expert_gating_func": 2, "rope.freq_base": 1e6}),
     "llama4": ("llama4", {"feed_forward_length": 96, "expert_count": 4, "expert_used_count": 1, "rope.freq_base": 5e5,
@@ -54,7 +59,6 @@ FILES: dict[str, tuple[str, dict[str, Any]]] = {
     "nemotron_h": ("nemotron_h", {f"ssm.{key}": each for key, each in MAMBA.items()} | HEADS_16
         | {"attention.layer_norm_epsilon": 1e-5, "attention.head_count_kv": [0, 0, 0, 2], "ssm.group_count": 2,
         "feed_forward_length": [0, 112, 0, 0]}),
-    "lfm2": ("lfm2", RMS_5 | {"attention.head_count_kv": [0, 2, 0, 2], "shortconv.l_cache": 3, "rope.freq_base": 1e6}),
     "ernie4_5": ("ernie4_5", HEADS_16 | RMS_5 | {"rope.freq_base": 5e5}),
     "ernie4_5_moe": ("ernie4_5-moe", EXPERTS | HEADS_16 | RMS_5 | {"rope.freq_base": 5e5, "expert_shared_count": 1,
         "leading_dense_block_count": 1}),
@@ -216,3 +220,23 @@ def test_what_a_file_lacks_of_a_layout_is_said_by_name(tmp_path: Path) -> None:
         StartupError, match=r"the file has no tensor blk.1.attn_gate.weight \(model.layers.1.linear_attn.in_proj_qkvz"
     ):
         load(path)
+
+
+@pytest.mark.parametrize("name", ["qwen3_5", "qwen3_5_moe", "qwen3_next", "lfm2", "lfm2_moe", "granite4_h"])
+@torch.inference_mode()
+def test_our_own_executor_reads_files_of_layers_with_states(name: str, tmp_path: Path) -> None:
+    """In float32 its tokens are the library's; in bfloat16 matrices stay in the file's blocks, and int8
+    activations may choose another expert now and then."""
+    torch.manual_seed(3)
+    model = original(name)
+    files = open_model(str(write(name, model, tmp_path / "model.gguf", gguf.GGMLQuantizationType.F32)), weights=True)
+    assert is_native(files, "auto")
+    some = prompts(5, 512)
+    assert_greedy(Engine(files), model, some, 20)
+    blocks = open_model(str(write(name, model, tmp_path / "q8.gguf", gguf.GGMLQuantizationType.Q8_0)), weights=True)
+    assert Engine(blocks).generate(some, 20) == Engine(blocks, model_impl="transformers").generate(some, 20)
+    engine = Engine(blocks, dtype=torch.bfloat16)
+    engine.generate(some, 1)
+    expected = [model(torch.tensor([prompt])).logits[0, -1] for prompt in some]
+    nearness = [torch.cosine_similarity(engine.logits[number][0], each, dim=0) for number, each in enumerate(expected)]
+    assert torch.stack(nearness).median() > 0.98

@@ -49,7 +49,18 @@ SIZES: dict[str, Any] = {
     "pad_token_id": 0,
 }
 EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 128}
+DELTA = {
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
+}
 CONFIGS: dict[str, PretrainedConfig] = {
+    "qwen3-5": transformers.Qwen3_5TextConfig(**SIZES, **DELTA),
+    "qwen3-next": transformers.Qwen3NextConfig(
+        **SIZES, **DELTA, **EXPERTS, num_experts=4, shared_expert_intermediate_size=128
+    ),
     "qwen3": transformers.Qwen3Config(**SIZES),
     "qwen3-moe": transformers.Qwen3MoeConfig(**SIZES, **EXPERTS, num_experts=4, norm_topk_prob=True),
     "glm4-moe": transformers.Glm4MoeConfig(
@@ -68,7 +79,7 @@ CONFIGS: dict[str, PretrainedConfig] = {
     "gpt2": transformers.GPT2Config(vocab_size=512, n_embd=128, n_layer=2, n_head=4, n_positions=512),
 }
 # written into the file as they are
-DENSE = ("norm", "embed", "lm_head", ".gate.", "wte", "wpe")
+DENSE = ("norm", "embed", "lm_head", ".gate.", "shared_expert_gate", "wte", "wpe")
 INT4 = compressed(scheme(4, "group", group=32), layout="pack-quantized", ignore=("lm_head", "re:.*[.]gate$"))
 FORMATS: dict[str, tuple[Writer, dict[str, Any]]] = {
     "fp8-block": (
@@ -153,9 +164,18 @@ def test_a_published_checkpoint_computes_what_its_weights_mean(family: str, form
     assert (engine.logits[0][0] - expected).pow(2).mean() < 0.15**2 * expected.pow(2).mean()
 
 
-@pytest.mark.parametrize("form", ["fp8-block", "gptq"])
-def test_the_native_model_and_the_library_read_the_same_file(form: str, tmp_path: Path) -> None:
-    write("qwen3-moe", tmp_path / "model", *FORMATS[form])
+@pytest.mark.parametrize(
+    ("family", "form"),
+    [
+        ("qwen3-moe", "fp8-block"),
+        ("qwen3-moe", "gptq"),
+        *(("qwen3-5", form) for form in FORMATS),
+        ("qwen3-next", "fp8-block"),
+        ("qwen3-next", "awq"),
+    ],
+)
+def test_the_native_model_and_the_library_read_the_same_file(family: str, form: str, tmp_path: Path) -> None:
+    write(family, tmp_path / "model", *FORMATS[form])
     some = prompts(3, SIZES["vocab_size"])
     native, library = Engine(tmp_path / "model"), run(tmp_path / "model")
     assert native.generate(some, 12) == library.generate(some, 12)

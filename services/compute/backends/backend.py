@@ -23,6 +23,7 @@ from torch import Tensor
 from services.compute.backends.buffers import Buffers, Taps
 from services.compute.backends.matrix import Matrix
 from services.compute.backends.torch.attention import AttentionInputs, Heads
+from services.compute.backends.torch.recurrent import RecurrenceConfig, RecurrentWeights, StateLayer, StateRows
 from services.compute.backends.torch.reference import Scores
 from services.compute.ranks.parallel.ranks import Cut
 from shared.model.arrays import Array
@@ -87,7 +88,7 @@ class Attention(Protocol):
         ...
 
     def plan(self, inputs: AttentionInputs, block_size: int) -> Any:
-        """Prepare the layers' calls for a step. Good until the next plan."""
+        """Prepare the layers' calls for a step. Good until the next plan. It has the inputs' `states`."""
         ...
 
     def __call__(
@@ -107,6 +108,23 @@ class Attention(Protocol):
         ...
 
 
+class Recurrence(Protocol):
+    """The middle of layers that keep a state in place of keys and values: see TorchRecurrence."""
+
+    def plan(self, rows: StateRows) -> Any:
+        """Prepare the layers' calls for a step: AttentionInputs' `states`. Good until the next plan."""
+        ...
+
+    def __call__(
+        self, projected: Tensor, cache: StateLayer, states: Any, weights: RecurrentWeights, *, eps: float
+    ) -> Tensor:
+        """states: of the step's `plan`. The result is good until the next call."""
+        ...
+
+
+LayerCache = Tensor | StateLayer  # of make_kv_layer, or of a recurrent layer
+
+
 @dataclass(frozen=True, slots=True)
 class Norms:
     """A layer's RMSNorms: what they multiply by, [hidden] unless it says otherwise. A family has
@@ -122,11 +140,16 @@ class Norms:
 
 @dataclass(frozen=True, slots=True)
 class LayerWeights:
+    """A layer of attention, or of a recurrence: then another call stands between its first two products."""
+
     norms: Norms
-    qkv: Product  # to (heads + 2 * kv_heads) * head_dim; ELSEWHERE: this rank has no heads
+    # to (heads + 2 * kv_heads) * head_dim, and where Heads has a gate, heads * head_dim more; or to a recurrence's
+    # width; ELSEWHERE: this rank has no heads
+    qkv: Product
     output: Product  # from heads * head_dim
     mlp: Mlp
     sinks: Tensor | None = None  # attention's, [heads] float32
+    recurrent: RecurrentWeights | None = None  # None: it is attention's
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,10 +171,10 @@ class Wiring:
 
 
 class Stack(Protocol):
-    def __call__(self, x: Tensor, kv_layers: Sequence[Tensor], plan: Any, taps: Taps | None = None) -> Tensor:
+    def __call__(self, x: Tensor, caches: Sequence[LayerCache], plan: Any, taps: Taps | None = None) -> Tensor:
         """Run all layers of a step. x: [T, hidden], of the embedding; it may be overwritten, and
-        returned. plan: attention's, of this step; taps: receive copies of hidden states between layers,
-        the same in all calls."""
+        returned. caches: a layer's each; plan: attention's, of this step; taps: receive copies of hidden
+        states between layers, the same in all calls."""
         ...
 
     def reserve(self, num_tokens: int) -> None:
@@ -418,6 +441,8 @@ class Backend(Protocol):
     def make_attention(self, heads: Heads, scores: Scores | None = None) -> Attention:
         """Attention over make_kv_layer's caches; scores: Scores.of(heads.head_dim) if there are none."""
         ...
+
+    def make_recurrence(self, config: RecurrenceConfig) -> Recurrence: ...
 
     def stack(
         self, layers: Sequence[LayerWeights], attention: Attention, wiring: Wiring, cut: Cut | None = None

@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from functools import partial
 from itertools import chain, islice, pairwise, takewhile
 
+from services.compute.cache.state_slots import StateSlots
 from services.compute.sequence import Sequence
 from shared.model.prefix_hash import block_hash, prefix_root
 
@@ -38,14 +39,14 @@ class BlockManager:
         *,
         prefix_caching: bool = True,
         fingerprint: str = "",
-        keeps_states: bool = False,
+        slots: StateSlots | None = None,
     ) -> None:
-        """fingerprint: of what computes the blocks, as prefix_root has it; keeps_states: the model keeps states of
-        its sequences, too, which are not shared, and can't go back."""
+        """fingerprint: of what computes the blocks, as prefix_root has it; slots: of a model that keeps states of
+        its sequences, too. Each that begins has one; no two share any block."""
         self.num_blocks = num_blocks
         self.block_size = block_size
-        self.prefix_caching = prefix_caching and not keeps_states
-        self.keeps_states = keeps_states
+        self.prefix_caching = prefix_caching and slots is None
+        self.slots = slots
         self.fingerprint = fingerprint
         self.ref_counts = [0] * num_blocks
         # of the blocks in the prefix cache
@@ -64,6 +65,11 @@ class BlockManager:
         self.changes: dict[bytes, bool] | None = None
         self.num_evictions = 0
         self._num_unheld = 0  # within `without`: those that only that sequence holds
+
+    @property
+    def begins_again(self) -> bool:
+        """Whether a sequence that goes back is computed from its beginning: its state has no log."""
+        return self.slots is not None and not self.slots.log_length
 
     @property
     def num_free_blocks(self) -> int:
@@ -122,6 +128,8 @@ class BlockManager:
         """Take all of the sequence's blocks back, the last first, so that its beginning stays cached for
         longest."""
         self._keep_tail(sequence)
+        if self.slots is not None:
+            self.slots.give_back(sequence)
         for block_id in reversed(sequence.kv.block_table):
             self._release(block_id)
         sequence.kv.clear()
@@ -213,6 +221,8 @@ class BlockManager:
         """Begin a sequence with blocks that hold its first num_tokens tokens already. The last of
         them may be full in part only."""
         assert not sequence.kv.block_table and num_tokens < len(sequence.tokens)
+        if self.slots is not None:
+            self.slots.take(sequence)
         for block_id in block_ids:
             self._hold(sequence, block_id)
         sequence.kv.block_table.extend(block_ids)

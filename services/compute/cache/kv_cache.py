@@ -22,7 +22,9 @@ class CacheShape(Protocol):
     """The part of a model's configuration that sizes its cache."""
 
     @property
-    def num_layers(self) -> int: ...
+    def num_kv_layers(self) -> int:
+        """The layers that have keys and values."""
+        ...
 
     @property
     def num_kv_heads(self) -> int: ...
@@ -32,7 +34,7 @@ class CacheShape(Protocol):
 
 
 class KVCache:
-    """Keys and values of every layer, as the backend lays them out."""
+    """Keys and values of every layer that has some, as the backend lays them out."""
 
     def __init__(
         self, config: CacheShape, backend: Backend, *, num_blocks: int, block_size: int, group: int = 0
@@ -46,7 +48,7 @@ class KVCache:
         # [2, num_blocks, ...]
         self.layers = [
             backend.make_kv_layer(num_blocks, block_size, heads, head_dim, group=group)
-            for _ in range(config.num_layers)
+            for _ in range(config.num_kv_layers)
         ]
 
     def copy_blocks(self, block_copies: tuple[tuple[int, int], ...]) -> None:
@@ -104,7 +106,7 @@ def choose_num_blocks(
     largest step will take; state_bytes: the states of as many sequences as there are places.
     """
     block_bytes = sum(
-        config.num_layers
+        config.num_kv_layers
         * settings.block_size
         * backend.kv_token_bytes(config.num_kv_heads, config.head_dim, group=choose_group(settings, config))
         for config in configs

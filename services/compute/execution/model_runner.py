@@ -9,9 +9,11 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from services.compute.backends.backend import Backend, RowSearch, Workspace
+from services.compute.backends.backend import Backend, LayerCache, RowSearch, Workspace
 from services.compute.backends.buffers import to_device
+from services.compute.backends.torch.recurrent import StateRows
 from services.compute.cache.kv_cache import CacheShape, KVCache
+from services.compute.cache.state_cache import StateCache
 from services.compute.execution.executor import DrawnTokens
 from services.compute.models.decoder import Decoder, ForwardBatch, Overlay
 from services.compute.sequence import PENDING, RowKey
@@ -73,7 +75,7 @@ class Model(Protocol):
 
     @property
     def state_bytes(self) -> int:
-        """Bytes that a running sequence needs in addition to its keys and values: of states that can't go back."""
+        """Bytes that a running sequence needs in addition to its keys and values, of states."""
         ...
 
     def workspace(self, num_tokens: int, num_logits: int, max_model_len: int) -> Workspace:
@@ -84,8 +86,8 @@ class Model(Protocol):
         """Prepare what depends on the batch and is the same for every layer."""
         ...
 
-    def forward(self, batch: ForwardBatch, plan: Any, kv_layers: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Write the step's K and V to KVCache.layers. Returns what `logits` makes logits of."""
+    def forward(self, batch: ForwardBatch, plan: Any, caches: Sequence[Any]) -> torch.Tensor:
+        """Write the step's K and V to KVCache.layers, and its states. Returns what `logits` makes logits of."""
         ...
 
     def logits(self, hidden: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
@@ -114,12 +116,17 @@ class ModelRunner:
         kv_cache: KVCache,
         row_search: RowSearch | None = None,
         images: Mapping[str, torch.Tensor] | None = NO_IMAGES,
+        num_slots: int = 0,
     ) -> None:
         """row_search: the model's backend's, if none is given; images: embeddings of those in the
-        batches, by key, [tokens, hidden]; None: another rank has them."""
+        batches, by key, [tokens, hidden]; None: another rank has them; num_slots: of states, if the model
+        keeps some."""
         self.model = model
         self.images = images
         self.kv_cache = kv_cache
+        self.caches: Sequence[LayerCache] = kv_cache.layers
+        if isinstance(model, Decoder) and model.recurrence is not None:
+            self.caches = StateCache(model.config, model.backend, num_slots).among(kv_cache.layers)
         self.row_search = row_search or model.backend.row_search
         self.buffers = model.backend.buffers
         # the last step's logit_rows
@@ -142,7 +149,7 @@ class ModelRunner:
         """
         if batch.block_copies:
             self.kv_cache.copy_blocks(batch.block_copies)
-        return self.model.forward(*self.prepare(batch, drawn), self.kv_cache.layers)
+        return self.model.forward(*self.prepare(batch, drawn), self.caches)
 
     def logits(
         self, batch: ScheduledBatch, hidden: torch.Tensor, keys: Container[RowKey] | None = None
@@ -205,7 +212,7 @@ class ModelRunner:
             overlay=self._overlay(batch),
             last_seen=last_seen_of(batch),
             handles=[row.handle for row in batch.rows],
-            left_handles=batch.left_handles,
+            states=state_rows_of(batch) if self.model.state_bytes else None,
         )
         self._prepared = logit_rows, prepared.logit_rows
         plan = self.model.plan(prepared, block_size)
@@ -256,6 +263,17 @@ def block_lens_of(batch: ScheduledBatch, block_size: int) -> list[tuple[int, ...
     if not any(row.block_lens for row in batch.rows):
         return None
     return [row.block_lens or (block_size,) * len(row.block_table) for row in batch.rows]
+
+
+def state_rows_of(batch: ScheduledBatch) -> StateRows:
+    """The batch's sequences, of a model that keeps states."""
+    return StateRows(
+        slots=[row.slot for row in batch.rows],
+        query_lens=[row.num_tokens for row in batch.rows],
+        starts=[row.num_computed_tokens for row in batch.rows],
+        num_folded=[row.num_folded for row in batch.rows],
+        fold_to=[row.fold_to for row in batch.rows],
+    )
 
 
 def last_seen_of(batch: ScheduledBatch) -> list[int] | None:

@@ -13,6 +13,7 @@ from tqdm.contrib.logging import logging_redirect_tqdm
 from services.compute.backends.backend import Backend, total_bytes
 from services.compute.backends.choose import choose_backend, choose_device
 from services.compute.backends.torch.backend import TorchBackend
+from services.compute.backends.torch.recurrent import LOG_LENGTH
 from services.compute.cache.block_manager import BlockManager
 from services.compute.cache.kv_cache import (
     CacheShape,
@@ -23,6 +24,7 @@ from services.compute.cache.kv_cache import (
     free_memory,
 )
 from services.compute.cache.kv_tier import KVTier
+from services.compute.cache.state_slots import StateSlots
 from services.compute.execution.model_runner import PROMPT_ROWS, Model, ModelRunner
 from services.compute.execution.pooling import DenseLayer, read_dense_layers
 from services.compute.images.encoding import ImageEncoding
@@ -159,12 +161,11 @@ def choose_speculators(settings: ComputeSettings, model: Model) -> tuple[str, ..
     """The names in --speculate, where drafts change no bit of what the model computes."""
     if settings.speculate == "off" or not model.splits_prompts:
         return ()
-    if not model.is_row_invariant or settings.allow_batch_variance:
+    if model.state_bytes or not model.is_row_invariant or settings.allow_batch_variance:
         say = log.info if settings.speculate == "auto" else log.warning
-        say(
-            "no speculation: this model's results depend on the other sequences of a step",
-            implementation=model.implementation,
-        )
+        others = "this model's results depend on the other sequences of a step"
+        reason = "this model keeps states, which draft tokens would change for good" if model.state_bytes else others
+        say(f"no speculation: {reason}", implementation=model.implementation)
         return ()
     return tuple(settings.speculate.split(","))
 
@@ -319,7 +320,8 @@ def load_engine(settings: ComputeSettings, files: ModelFiles, group: Group | Non
         block_size=settings.block_size,
         group=choose_group(settings, model.config),
     )
-    runner = make_runner(place, 0, model, kv_cache, backend.row_search, images.embeddings if images is not None else {})
+    embeddings = images.embeddings if images is not None else {}
+    runner = make_runner(place, 0, model, kv_cache, backend.row_search, embeddings, limits.max_num_seqs)
     chains = [
         make_chain_proposer(
             each,
@@ -347,9 +349,10 @@ def load_engine(settings: ComputeSettings, files: ModelFiles, group: Group | Non
         workspace_mib=workspace_bytes >> 20,
         max_model_len=size.max_model_len,
     )
-    keeps_states = model.state_bytes > 0
-    scheduler = make_scheduler(settings, limits, size, identity.kv, is_encoder=is_encoder, keeps_states=keeps_states)
-    stored = None if is_encoder or keeps_states else open_stored(settings, model, kv_cache, group)
+    log_length = LOG_LENGTH if isinstance(model, Decoder) else 0
+    slots = StateSlots(limits.max_num_seqs, log_length) if model.state_bytes else None
+    scheduler = make_scheduler(settings, limits, size, identity.kv, is_encoder=is_encoder, slots=slots)
+    stored = None if is_encoder or slots is not None else open_stored(settings, model, kv_cache, group)
     head_proposers = [] if heads is None else [make_head_proposer(heads, runner, settings)]
     return Engine(
         scheduler,
@@ -445,6 +448,8 @@ def load_vision_tower(files: ModelFiles, dtype: torch.dtype, device: torch.devic
 def refuse_segments(model: Model, block_size: int) -> str:
     """Why no prompts of segments run here; empty: they do."""
     if not model.takes_segments:
+        if model.state_bytes:
+            return f"{model.implementation} keeps states of whole sequences, which are not of segments"
         return f"{model.implementation} attends in its own code, which takes none"
     return f"--block-size {block_size} does not divide {SEGMENT_MULTIPLE}" if SEGMENT_MULTIPLE % block_size else ""
 
@@ -453,7 +458,7 @@ def longest_that_fits(settings: ComputeSettings, model: Model, limit: int | None
     """The limit, but for sequences that all free memory could not hold: a file may say any number. On
     a GPU also where there is no limit, for nothing may grow there later."""
     shape = model.config
-    token_bytes = shape.num_layers * model.backend.kv_token_bytes(
+    token_bytes = shape.num_kv_layers * model.backend.kv_token_bytes(
         shape.num_kv_heads, shape.head_dim, group=choose_group(settings, shape)
     )
     if token_bytes == 0 or (limit is None and model.backend.device.type == "cpu"):
@@ -542,17 +547,17 @@ def make_scheduler(
     kv_fingerprint: str,
     *,
     is_encoder: bool,
-    keeps_states: bool,
+    slots: StateSlots | None,
 ) -> Scheduler:
     """The scheduler that the settings ask for. An encoder computes each text whole, so the longest
-    fits in a step, and no text shares another's blocks; nor does a sequence whose states the model keeps.
-    kv_fingerprint: of the cache's contents."""
+    fits in a step, and no text shares another's blocks. kv_fingerprint: of the cache's contents; slots:
+    of states, if the model keeps some."""
     block_manager = BlockManager(
         size.num_blocks,
         settings.block_size,
         prefix_caching=settings.prefix_caching and not is_encoder,
         fingerprint=kv_fingerprint,
-        keeps_states=keeps_states,
+        slots=slots,
     )
     return Scheduler(
         block_manager,
@@ -563,7 +568,7 @@ def make_scheduler(
         else limits.max_batched_tokens,
         aging_s=settings.aging_s,
         target_itl_s=settings.target_itl_ms / 1000 if settings.target_itl_ms is not None else None,
-        run_ahead=0 if keeps_states else settings.run_ahead,
+        run_ahead=settings.run_ahead if slots is None else 0,
     )
 
 

@@ -7,10 +7,13 @@ from typing import Any
 
 from services.compute.backends.torch.reference import SWIGLU_ALPHA, SWIGLU_LIMIT
 from services.compute.models.config import PACKED_METHOD, ModelConfig, Packed, QueryTemperature
+from services.compute.models.hybrid import HYBRID_DEFAULTS, HYBRIDS
 from services.compute.models.library_errors import first_line
+from services.compute.models.llama import FULL, SLIDING, Config, granite, layer_kinds, llama, rotary_share
 from services.compute.models.mixtures import (
     deepseek_mixture,
     ernie_mixture,
+    gated_qwen_mixture,
     hunyuan_mixture,
     mixture_of_all_layers,
     num_experts_of,
@@ -72,15 +75,11 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "Qwen3ForCausalLM": _HEADS | _WINDOW,
     "Qwen3MoeForCausalLM": _WINDOW,
     "Qwen3VLForConditionalGeneration": _HEADS,
+    **HYBRID_DEFAULTS,
     "SeedOssForCausalLM": _HEADS | {"attention_bias": True},
     "SmolLM3ForCausalLM": {"rope_theta": 2_000_000.0, "tie_word_embeddings": True},
 }
 
-
-FULL, SLIDING = "full_attention", "sliding_attention"  # of layer_types
-
-# As config.json calls it, and what it is: SiLU, or GELU by tanh (Hendrycks and Gimpel 2016, section 2).
-ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh"}
 
 # gpt-oss' RoPE
 YARN = {
@@ -94,10 +93,11 @@ YARN = {
 
 # whose GGUF files have names and forms that the native loader does not know
 LIBRARY_ARCHITECTURES = frozenset(
-    name for family in LIBRARY_FAMILIES.values() for name in (family.architecture, *family.others)
+    name
+    for family in LIBRARY_FAMILIES.values()
+    if not family.is_native
+    for name in (family.architecture, *family.others)
 )
-
-Config = dict[str, Any]  # a parsed config.json
 
 
 def architecture_of(config: Config) -> str:
@@ -154,7 +154,7 @@ def read_config(config: Config, max_model_len: int | None = None) -> ModelConfig
     try:
         check_sizes(config)
         read = reader(config, max_model_len or config["max_position_embeddings"])
-        packed, share = _packed(quantized) if is_packed else None, _rotary_share(config)
+        packed, share = _packed(quantized) if is_packed else None, rotary_share(config)
     except KeyError as error:
         raise StartupError(f"config.json has no {error.args[0]}") from None
     except (
@@ -200,64 +200,24 @@ def _packed(quantized: Config) -> Packed:
     )
 
 
-def _rotary_share(config: Config) -> float:
-    """How much of a head's dimensions rotates."""
-    by_size = config["rotary_dim"] / config["head_dim"] if config.get("rotary_dim") else 1.0
-    rope = config.get("rope_parameters") or {}
-    share: float = rope.get("partial_rotary_factor") or config.get("partial_rotary_factor") or by_size
-    if not 0 < share <= 1:
-        raise ValueError(f"partial_rotary_factor is {share}, not a share")
-    return share
-
-
-def _llama(config: Config, max_model_len: int, *, rotary_share: float = 1.0) -> ModelConfig:
-    """The configuration that all families share, and nothing else. rotary_share: of a head's
-    dimensions, how many are rotated."""
-    activation = config.get("hidden_activation") or config.get("hidden_act") or "silu"
-    if activation not in ACTIVATIONS:
-        raise StartupError(f"hidden_act {activation!r} is not supported; these are: {', '.join(ACTIVATIONS)}")
-    num_layers, num_heads = config["num_hidden_layers"], config["num_attention_heads"]
-    head_dim = config.get("head_dim") or config["hidden_size"] // num_heads
-    has_attention_bias = bool(config.get("attention_bias", False))
-    return ModelConfig(
-        vocab_size=config["vocab_size"],
-        hidden_size=config["hidden_size"],
-        intermediate_size=config["intermediate_size"],
-        num_layers=num_layers,
-        num_heads=num_heads,
-        num_kv_heads=config.get("num_key_value_heads") or num_heads,
-        head_dim=head_dim,
-        rms_norm_eps=config.get("rms_norm_eps", 1e-6),
-        activation=ACTIVATIONS[activation],
-        has_qkv_bias=has_attention_bias,
-        has_output_bias=bool(config.get("attention_out_bias", has_attention_bias)),
-        has_mlp_bias=bool(config.get("mlp_bias", False)),
-        is_tied=bool(config.get("tie_word_embeddings", False)),
-        attention_scale=1.0 / math.sqrt(head_dim),
-        ropes=(read_rope(config, int(head_dim * rotary_share), max_model_len),),
-        rope_of_layer=(0,) * num_layers,
-        sliding_windows=(None,) * num_layers,
-    )
-
-
 def _internlm3(config: Config, max_model_len: int) -> ModelConfig:
     """Llama, with other names of the biases."""
     biases = {
         "attention_bias": config.get("qkv_bias", config.get("attention_bias")),
         "mlp_bias": config.get("bias", config.get("mlp_bias")),
     }
-    return _llama(config | biases, max_model_len)
+    return llama(config | biases, max_model_len)
 
 
 def _mistral(config: Config, max_model_len: int) -> ModelConfig:
     """Llama, all of whose layers may have a sliding window."""
-    read = _llama(config, max_model_len)
+    read = llama(config, max_model_len)
     return replace(read, sliding_windows=(config.get("sliding_window"),) * read.num_layers)
 
 
 def _ministral(config: Config, max_model_len: int) -> ModelConfig:
     """Mistral, some of whose layers see all."""
-    read = _llama(config, max_model_len)
+    read = llama(config, max_model_len)
     return replace(read, sliding_windows=_windows(config, config.get("layer_types") or [SLIDING] * read.num_layers))
 
 
@@ -272,11 +232,11 @@ def _ministral3(config: Config, max_model_len: int) -> ModelConfig:
 
 
 def _qwen2(config: Config, max_model_len: int) -> ModelConfig:
-    return replace(_llama(config, max_model_len), has_qkv_bias=True, sliding_windows=_qwen_windows(config))
+    return replace(llama(config, max_model_len), has_qkv_bias=True, sliding_windows=_qwen_windows(config))
 
 
 def _qwen3(config: Config, max_model_len: int) -> ModelConfig:
-    return replace(_llama(config, max_model_len), has_qk_norm=True, sliding_windows=_qwen_windows(config))
+    return replace(llama(config, max_model_len), has_qk_norm=True, sliding_windows=_qwen_windows(config))
 
 
 def _qwen_windows(config: Config) -> tuple[int | None, ...]:
@@ -296,13 +256,13 @@ def _olmoe(config: Config, max_model_len: int) -> ModelConfig:
     if config.get("clip_qkv") is not None:
         raise StartupError(f"config.json: clip_qkv {config['clip_qkv']} is not supported; null is")
     moe = mixture_of_all_layers(config, has_normalized_weights=bool(config.get("norm_topk_prob", False)))
-    return replace(_llama(config, max_model_len), has_qk_norm=True, is_qk_norm_joint=True, moe=moe)
+    return replace(llama(config, max_model_len), has_qk_norm=True, is_qk_norm_joint=True, moe=moe)
 
 
 def _minimax_m2(config: Config, max_model_len: int) -> ModelConfig:
     """MiniMax M2: a part of a head rotates, and norms of q and k are over all heads together."""
     return replace(
-        _llama(config, max_model_len, rotary_share=_rotary_share(config)),
+        llama(config, max_model_len, share=rotary_share(config)),
         has_qk_norm=True,
         is_qk_norm_joint=True,
         moe=mixture_of_all_layers(config, has_normalized_weights=True, has_sigmoid_scores=True, has_correction=True),
@@ -316,15 +276,10 @@ def _qwen2_moe(config: Config, max_model_len: int) -> ModelConfig:
     kinds = config.get("layer_types") or [
         SLIDING if layer < first and layer % 2 == 0 else FULL for layer in range(num_layers)
     ]
-    shared_size = config["shared_expert_intermediate_size"]
-    moe = replace(
-        qwen_mixture(config),
-        shared_intermediate_size=shared_size,
-        has_shared_gate=shared_size != 0,
-        shared_name="shared_expert",
-    )
     return replace(
-        _qwen2(config | {"layer_types": kinds}, max_model_len), has_qkv_bias=config.get("qkv_bias", True), moe=moe
+        _qwen2(config | {"layer_types": kinds}, max_model_len),
+        has_qkv_bias=config.get("qkv_bias", True),
+        moe=gated_qwen_mixture(config),
     )
 
 
@@ -344,7 +299,7 @@ def _qwen3_vl_moe(config: Config, max_model_len: int) -> ModelConfig:
 
 def _glm4_moe(config: Config, max_model_len: int) -> ModelConfig:
     """GLM 4.5 to 4.7: a part of a head rotates."""
-    read = _llama(config, max_model_len, rotary_share=_rotary_share(config))
+    read = llama(config, max_model_len, share=rotary_share(config))
     return replace(read, has_qk_norm=bool(config.get("use_qk_norm", False)), moe=deepseek_mixture(config))
 
 
@@ -358,7 +313,7 @@ def _gpt_oss(config: Config, max_model_len: int) -> ModelConfig:
     the published models'."""
     if "rope_parameters" not in config and "rope_scaling" not in config:
         config = config | {"rope_scaling": YARN}
-    read = _llama(config, max_model_len)
+    read = llama(config, max_model_len)
     if (config.get("swiglu_alpha", SWIGLU_ALPHA), config.get("swiglu_limit", SWIGLU_LIMIT)) != (
         SWIGLU_ALPHA,
         SWIGLU_LIMIT,
@@ -368,7 +323,7 @@ def _gpt_oss(config: Config, max_model_len: int) -> ModelConfig:
         read,
         activation="clamped_swiglu",
         has_sinks=True,
-        sliding_windows=_windows(config, _layer_types(config, pattern=2)),
+        sliding_windows=_windows(config, layer_kinds(config, SLIDING, pattern=2)),
         moe=replace(mixture_of_all_layers(config, has_normalized_weights=True), has_bias=True, router_name="router"),
     )
 
@@ -378,7 +333,7 @@ def _phi3(config: Config, max_model_len: int) -> ModelConfig:
     config = config | {
         name: _as_longrope(config[name]) for name in ("rope_scaling", "rope_parameters") if config.get(name)
     }
-    read = _llama(config, max_model_len, rotary_share=_rotary_share(config))
+    read = llama(config, max_model_len, share=rotary_share(config))
     return replace(read, has_fused_projections=True, sliding_windows=(config.get("sliding_window"),) * read.num_layers)
 
 
@@ -391,7 +346,7 @@ def _gemma(config: Config, max_model_len: int) -> ModelConfig:
     """Gemma. The first checkpoints say gelu and mean the tanh form."""
     activation = config.get("hidden_activation") or config.get("hidden_act") or "gelu_pytorch_tanh"
     activation = "gelu_pytorch_tanh" if activation == "gelu" else activation
-    read = _llama(config | {"hidden_activation": activation}, max_model_len)
+    read = llama(config | {"hidden_activation": activation}, max_model_len)
     return replace(read, norm_offset=1.0, embedding_multiplier=math.sqrt(read.hidden_size))
 
 
@@ -403,14 +358,14 @@ def _gemma2(config: Config, max_model_len: int) -> ModelConfig:
         attention_scale=config.get("query_pre_attn_scalar", 256) ** -0.5,
         attention_cap=config.get("attn_logit_softcapping") or 0.0,
         logits_cap=config.get("final_logit_softcapping") or 0.0,
-        sliding_windows=_windows(config, _layer_types(config, pattern=2)),
+        sliding_windows=_windows(config, layer_kinds(config, SLIDING, pattern=2)),
     )
 
 
 def _gemma3(config: Config, max_model_len: int) -> ModelConfig:
     """Five layers with a window, and RoPE of their own, for each that sees all. The text part of
     the multimodal models, too."""
-    kinds = _layer_types(config, pattern=int(config.get("sliding_window_pattern", 6)))
+    kinds = layer_kinds(config, SLIDING, pattern=int(config.get("sliding_window_pattern", 6)))
     read = _gemma2(config | {"layer_types": kinds}, max_model_len)
     local = config | {"rope_scaling": None, "rope_theta": config.get("rope_local_base_freq", 10000.0)}
     return replace(
@@ -427,13 +382,13 @@ def _llava(config: Config, max_model_len: int) -> ModelConfig:
 
 
 def _olmo2(config: Config, max_model_len: int) -> ModelConfig:
-    read = _llama(config, max_model_len)
+    read = llama(config, max_model_len)
     return replace(read, has_pre_norms=False, has_post_norms=True, has_qk_norm=True, is_qk_norm_joint=True)
 
 
 def _olmo3(config: Config, max_model_len: int) -> ModelConfig:
     """OLMo 2 with a window in three of four layers; only the fourth's RoPE is scaled."""
-    kinds = _layer_types(config, pattern=4)
+    kinds = layer_kinds(config, SLIDING, pattern=4)
     read = _olmo2(config, max_model_len)
     local = read_rope(config | {"rope_scaling": None}, read.head_dim, max_model_len, SLIDING)
     return replace(
@@ -446,11 +401,11 @@ def _olmo3(config: Config, max_model_len: int) -> ModelConfig:
 
 def _exaone4(config: Config, max_model_len: int) -> ModelConfig:
     """EXAONE 4: where some layers have a window, the others do not rotate."""
-    read = _llama(config, max_model_len)
+    read = llama(config, max_model_len)
     has_windows = config.get("sliding_window") is not None
     pattern = config.get("sliding_window_pattern") or 4  # or a text such as LLLG
     kinds = (
-        _layer_types(config, pattern=pattern if isinstance(pattern, int) else len(pattern))
+        layer_kinds(config, SLIDING, pattern=pattern if isinstance(pattern, int) else len(pattern))
         if has_windows
         else [FULL] * read.num_layers
     )
@@ -478,7 +433,7 @@ def _exaone_moe(config: Config, max_model_len: int) -> ModelConfig:
 def _ernie(config: Config, max_model_len: int) -> ModelConfig:
     """ERNIE 4.5: neighbouring dimensions of a head rotate together."""
     has_bias = bool(config.get("use_bias", False))
-    read = _llama(config | {"attention_bias": has_bias, "mlp_bias": has_bias}, max_model_len)
+    read = llama(config | {"attention_bias": has_bias, "mlp_bias": has_bias}, max_model_len)
     return replace(read, rotates_neighbours=True)
 
 
@@ -490,31 +445,21 @@ def _ernie_moe(config: Config, max_model_len: int) -> ModelConfig:
 
 def _hunyuan(config: Config, max_model_len: int) -> ModelConfig:
     """Hunyuan: norms of q and k after the rotation."""
-    return replace(_llama(config, max_model_len), has_qk_norm=True, norms_after_rotation=True)
+    return replace(llama(config, max_model_len), has_qk_norm=True, norms_after_rotation=True)
 
 
 def _hunyuan_moe(config: Config, max_model_len: int) -> ModelConfig:
     return replace(_hunyuan(config, max_model_len), moe=hunyuan_mixture(config))
 
 
-def _granite(config: Config, max_model_len: int) -> ModelConfig:
-    return replace(
-        _llama(config, max_model_len),
-        embedding_multiplier=config.get("embedding_multiplier", 1.0),
-        residual_multiplier=config.get("residual_multiplier", 1.0),
-        attention_scale=config.get("attention_multiplier", 1.0),
-        logits_multiplier=1.0 / config.get("logits_scaling", 1.0),
-    )
-
-
 def _seed_oss(config: Config, max_model_len: int) -> ModelConfig:
-    read = _llama(config, max_model_len)
+    read = llama(config, max_model_len)
     return replace(read, has_output_bias=bool(config.get("attention_out_bias", False)))
 
 
 def _smollm3(config: Config, max_model_len: int) -> ModelConfig:
     """Every fourth layer does not rotate. no_rope_layers has a 1 for each that does."""
-    read = _llama(config, max_model_len)
+    read = llama(config, max_model_len)
     interval = config.get("no_rope_layer_interval", 4)
     rotated = config.get("no_rope_layers") or [int((layer + 1) % interval != 0) for layer in range(read.num_layers)]
     rotated = rotated[: read.num_layers]
@@ -525,13 +470,6 @@ def _smollm3(config: Config, max_model_len: int) -> ModelConfig:
         rope_of_layer=tuple(rotated),
         sliding_windows=_windows(config, kinds) if config.get("use_sliding_window", False) else read.sliding_windows,
     )
-
-
-def _layer_types(config: Config, *, pattern: int) -> list[str]:
-    """The kind of each layer: as config.json says, or each pattern-th sees all."""
-    return config.get("layer_types") or [
-        SLIDING if (layer + 1) % pattern else FULL for layer in range(config["num_hidden_layers"])
-    ]
 
 
 def _windows(config: Config, kinds: list[str]) -> tuple[int | None, ...]:
@@ -545,7 +483,7 @@ def _windows(config: Config, kinds: list[str]) -> tuple[int | None, ...]:
 
 
 TEXTS: dict[str, Callable[[Config, int], ModelConfig]] = {
-    "llama": _llama,
+    "llama": llama,
     "ministral3": _ministral3,
     "mistral": _mistral,
     "qwen2": _qwen2,
@@ -564,13 +502,13 @@ ARCHITECTURES: dict[str, Callable[[Config, int], ModelConfig]] = {
     "GemmaForCausalLM": _gemma,
     "Glm4MoeForCausalLM": _glm4_moe,
     "GptOssForCausalLM": _gpt_oss,
-    "GraniteForCausalLM": _granite,
+    "GraniteForCausalLM": granite,
     "HunYuanDenseV1ForCausalLM": _hunyuan,
     "HunYuanMoEV1ForCausalLM": _hunyuan_moe,
     "Idefics3ForConditionalGeneration": _llava,
     "InternLM3ForCausalLM": _internlm3,
     "InternVLForConditionalGeneration": _llava,
-    "LlamaForCausalLM": _llama,
+    "LlamaForCausalLM": llama,
     "LlavaForConditionalGeneration": _llava,
     "LlavaNextForConditionalGeneration": _llava,
     "Ministral3ForCausalLM": _ministral3,
@@ -594,4 +532,5 @@ ARCHITECTURES: dict[str, Callable[[Config, int], ModelConfig]] = {
     "SeedOssForCausalLM": _seed_oss,
     "SmolLM3ForCausalLM": _smollm3,
     "SmolVLMForConditionalGeneration": _llava,
+    **HYBRIDS,
 }

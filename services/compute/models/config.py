@@ -4,6 +4,7 @@ import math
 from dataclasses import dataclass, fields
 from typing import Any
 
+from services.compute.backends.torch.recurrent import RecurrenceConfig
 from services.compute.models.moe import MoeConfig
 from services.compute.models.rope import Rope
 from services.compute.models.sizes import LARGEST_WINDOW, check_size
@@ -86,8 +87,16 @@ class ModelConfig:
     logits_cap: float = 0.0
     is_bare: bool = False  # the checkpoint has no head: it makes embeddings, and no text
     moe: MoeConfig | None = None
+    has_attention_gate: bool = False  # a column of q_proj for each of q, a head's behind its own: Heads' gate
+    recurrence: RecurrenceConfig | None = None
+    recurrent_layers: frozenset[int] = frozenset()  # which keep states, and no keys and values
     packed: Packed | None = None
     quantization_config: dict[str, Any] | None = None  # config.json's, of a format of weights/formats/
+
+    @property
+    def num_kv_layers(self) -> int:
+        """The layers that have keys and values."""
+        return self.num_layers - len(self.recurrent_layers)
 
     def __post_init__(self) -> None:
         """Raises ValueError for what no model can be."""

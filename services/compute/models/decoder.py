@@ -12,10 +12,19 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from services.compute.backends.backend import Backend, LargestStep, LayerWeights, LogitsProduct, Wiring, Workspace
+from services.compute.backends.backend import (
+    Backend,
+    LargestStep,
+    LayerCache,
+    LayerWeights,
+    LogitsProduct,
+    Wiring,
+    Workspace,
+)
 from services.compute.backends.buffers import Taps
 from services.compute.backends.gathered import ELSEWHERE, GatheredHead, own_of
 from services.compute.backends.torch.attention import AttentionInputs, CosSin, Heads
+from services.compute.backends.torch.recurrent import StateLayer, StateRows
 from services.compute.backends.torch.reference import Scores, rms_norm
 from services.compute.models.config import ModelConfig
 from services.compute.ranks.parallel.ranks import Cut
@@ -46,7 +55,7 @@ class ForwardBatch:
     overlay: Overlay | None = None  # of the embeddings of input_ids
     last_seen: list[int] | None = None  # see AttentionInputs
     handles: list[int] | None = None  # see AttentionInputs
-    left_handles: tuple[int, ...] = ()  # see ScheduledBatch
+    states: StateRows | None = None  # of a model that keeps some
 
 
 class EmbeddingRows(Protocol):
@@ -65,10 +74,9 @@ class ModelWeights:
 
 class Decoder:
     implementation = "native"
-    splits_prompts = takes_segments = True
+    splits_prompts = True
     is_row_invariant = has_kv = True
     longest_text = None
-    state_bytes = 0
 
     def __init__(
         self,
@@ -98,11 +106,13 @@ class Decoder:
             config.head_dim,
             2 * len(config.ropes[0].inv_freq),
             norms_after_rotation=config.norms_after_rotation,
+            has_gate=config.has_attention_gate,
         )
         if cut is not None:
             own, sharing = cut.heads[cut.rank], self.whole.num_heads // self.whole.num_kv_heads
             heads = replace(heads, per_kv_head=sharing, num_before=own.queries.start - own.kv.start * sharing)
         self.attention = backend.make_attention(heads, Scores(config.attention_scale, config.attention_cap))
+        self.recurrence = None if config.recurrence is None else backend.make_recurrence(config.recurrence)
         multiplier = config.embedding_multiplier
         # rounded, as where the models were trained
         self.embedding_multiplier = torch.tensor(multiplier, dtype=backend.dtype, device=backend.device)
@@ -122,6 +132,17 @@ class Decoder:
     @property
     def finds_slots(self) -> bool:
         return self.attention.finds_slots
+
+    @property
+    def takes_segments(self) -> bool:
+        return self.recurrence is None
+
+    @property
+    def state_bytes(self) -> int:
+        recurrence = self.config.recurrence
+        return (
+            0 if recurrence is None else len(self.config.recurrent_layers) * recurrence.slot_bytes(self.backend.dtype)
+        )
 
     @property
     def cache_of_all_ranks(self) -> ModelConfig:
@@ -167,11 +188,11 @@ class Decoder:
         return self.taps.take(num_tokens)
 
     @torch.inference_mode()
-    def forward(self, batch: ForwardBatch, plan: Any, kv_layers: Sequence[Tensor]) -> Any:
-        """Write the step's K and V. plan: of this batch; kv_layers: KVCache.layers. Returns what
-        the last layer makes of each token, [T, hidden]: `logits` of it is the head's. All that
+    def forward(self, batch: ForwardBatch, plan: Any, caches: Sequence[LayerCache]) -> Any:
+        """Write the step's K and V, and states. plan: of this batch; caches: a layer's each. Returns
+        what the last layer makes of each token, [T, hidden]: `logits` of it is the head's. All that
         differs from step to step is read from the backend's buffers."""
-        x = self.run_layers(self.first_states(batch), plan, kv_layers, self.temperatures(batch))
+        x = self.run_layers(self.first_states(batch), plan, caches, self.temperatures(batch))
         if self.stage is None:
             return x
         return self.stage.pass_on(
@@ -187,19 +208,19 @@ class Decoder:
         return 1.0 + temperature.weight * torch.log1p(steps)
 
     def run_layers(
-        self, x: Tensor, plan: Any, kv_layers: Sequence[Tensor], temperatures: Tensor | None = None
+        self, x: Tensor, plan: Any, caches: Sequence[LayerCache], temperatures: Tensor | None = None
     ) -> Tensor:
         """All layers that are here. x: [T, hidden], as it enters the first; temperatures: of the queries."""
         if self.stack is not None and temperatures is None:
-            return self.stack(x, kv_layers, plan, self.taps)
+            return self.stack(x, caches, plan, self.taps)
         if isinstance(self.shards, Receiver):
             self.shards.begin()
-        for number, (layer, kv) in enumerate(zip(self.weights.layers, kv_layers, strict=True)):
+        for number, (layer, cache) in enumerate(zip(self.weights.layers, caches, strict=True)):
             if isinstance(self.shards, Receiver):
                 self.shards.await_layer(number)
             if self.taps is not None:
                 self.taps.keep(number, x)
-            x = self.run_layer(number, layer, x, kv, plan, temperatures)
+            x = self.run_layer(number, layer, x, cache, plan, temperatures)
         if self.taps is not None:
             self.taps.keep(self.config.num_layers, x)
         return x
@@ -232,6 +253,7 @@ class Decoder:
             batch.block_lens,
             batch.last_seen,
             batch.handles,
+            None if batch.states is None or self.recurrence is None else self.recurrence.plan(batch.states),
         )
         plan = self.attention.plan(inputs, block_size)
         self.backend.buffers.upload()
@@ -239,10 +261,15 @@ class Decoder:
         return plan
 
     def run_layer(
-        self, number: int, layer: LayerWeights, x: Tensor, kv: Tensor, plan: Any, temperatures: Tensor | None = None
+        self,
+        number: int,
+        layer: LayerWeights,
+        x: Tensor,
+        cache: LayerCache,
+        plan: Any,
+        temperatures: Tensor | None = None,
     ) -> Tensor:
-        """Run one layer of a step. x: [T, hidden]; kv: the layer's cache; temperatures: [T, 1] float32. Returns
-        [T, hidden]."""
+        """Run one layer of a step. x: [T, hidden]; temperatures: [T, 1] float32. Returns [T, hidden]."""
         eps, norms, window, rope = (
             self.config.rms_norm_eps,
             layer.norms,
@@ -254,9 +281,13 @@ class Decoder:
             qkv = layer.qkv(x, norm=norms.before_attention, eps=eps)
             if temperatures is not None:  # as good before the rotation as behind it
                 qkv[:, : self.config.num_heads * self.config.head_dim] *= temperatures
-            h = self.attention(
-                qkv, kv, plan, window=window, norms=(norms.q, norms.k), eps=eps, rope=rope, sinks=layer.sinks
-            )
+            if isinstance(cache, StateLayer):
+                assert self.recurrence is not None and layer.recurrent is not None
+                h = self.recurrence(qkv, cache, plan.states, layer.recurrent, eps=eps)
+            else:
+                h = self.attention(
+                    qkv, cache, plan, window=window, norms=(norms.q, norms.k), eps=eps, rope=rope, sinks=layer.sinks
+                )
         if self.wiring.adds_in_layers:
             x = layer.output(h, residual=x)
             return layer.mlp(x, norm=norms.before_mlp, eps=eps)

@@ -36,6 +36,12 @@ def qwen_mixture(config: Config) -> MoeConfig:
     )
 
 
+def gated_qwen_mixture(config: Config) -> MoeConfig:
+    """The same with an expert that all tokens have, weighted by a score."""
+    size = config["shared_expert_intermediate_size"]
+    return replace(qwen_mixture(config), shared_intermediate_size=size, has_shared_gate=size != 0)
+
+
 def deepseek_mixture(config: Config) -> MoeConfig:
     """DeepSeek V3's router, in the layers after the first ones."""
     return MoeConfig(
@@ -52,6 +58,22 @@ def deepseek_mixture(config: Config) -> MoeConfig:
         intermediate_size=config["moe_intermediate_size"],
         sparse_layers=frozenset(range(config["first_k_dense_replace"], config["num_hidden_layers"])),
         shared_intermediate_size=_shared_size(config, "n_shared_experts"),
+    )
+
+
+def lfm2_mixture(config: Config) -> MoeConfig:
+    """The layers after the first ones, with experts scored by sigmoid."""
+    return MoeConfig(
+        num_experts=num_experts_of(config),
+        router=RouterConfig(
+            config["num_experts_per_tok"],
+            has_normalized_weights=bool(config["norm_topk_prob"]),
+            has_sigmoid_scores=True,
+            has_correction=bool(config["use_expert_bias"]),
+            scaling=config.get("routed_scaling_factor", 1.0),
+        ),
+        intermediate_size=config["moe_intermediate_size"],
+        sparse_layers=frozenset(range(config["num_dense_layers"], config["num_hidden_layers"])),
     )
 
 

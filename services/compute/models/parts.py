@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from services.compute.backends.backend import Linear, Norms
+from services.compute.backends.torch.recurrent import RecurrentWeights
 from services.compute.models.decoder import EmbeddingRows
 from services.compute.models.moe import Expert, Router
 
@@ -37,6 +38,7 @@ class LayerParts:
     output: Linear | None
     mlp: MlpParts | MixtureParts
     sinks: Tensor | None  # of the rank's query heads, float32
+    recurrent: RecurrentWeights | None = None  # whole
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,6 +19,7 @@ from transformers.utils import logging
 
 from services.compute.backends.backend import Backend, Workspace
 from services.compute.backends.torch.backend import TorchBackend
+from services.compute.backends.torch.recurrent import StateRows
 from services.compute.models.decoder import ForwardBatch
 from services.compute.models.kernel_attention import KernelStep, make_kernel_layers
 from services.compute.models.library_errors import first_line
@@ -54,7 +55,7 @@ class TransformersConfig:
     """The configuration that scheduler and cache need."""
 
     vocab_size: int
-    num_layers: int  # that have K and V
+    num_kv_layers: int
     num_kv_heads: int  # of the layer that has most
     head_dim: int  # of the widest
 
@@ -78,7 +79,7 @@ class TransformersModel:
         self.shapes = dict(sorted(probed.shapes.items())) or NO_KV
         self.has_kv = bool(probed.shapes)
         self.state_bytes, self.continues_chunks = probed.state_bytes, probed.continues_chunks
-        self.sequence_states: dict[int, SequenceStates] = {}  # by handle, of a model that has some
+        self.sequence_states: dict[int, SequenceStates] = {}  # by slot, of a model that has some
         self.is_ragged = self.takes_segments = is_ragged
         self.implementation = f"transformers ({'ragged' if is_ragged else 'one by one'})"
         self._logit_rows = torch.zeros(0, dtype=torch.int64)  # of the last step
@@ -88,7 +89,7 @@ class TransformersModel:
         model.get_output_embeddings().register_forward_pre_hook(lambda _, inputs: self._head_inputs.append(inputs[0]))
         self.config = TransformersConfig(
             vocab_size=probed.vocab_size,
-            num_layers=len(self.shapes),
+            num_kv_layers=len(self.shapes),
             num_kv_heads=max(shape.num_kv_heads for shape in self.shapes.values()),
             head_dim=max(max(shape.k_dim, shape.v_dim) for shape in self.shapes.values()),
         )
@@ -119,8 +120,6 @@ class TransformersModel:
         float32: the library's head is a part of its models."""
         self._logit_rows = batch.logit_rows
         self._head_inputs.clear()
-        for handle in batch.left_handles:
-            self.sequence_states.pop(handle, None)
         layers = {
             number: PagedLayer(kv, self.config.head_dim, shape)
             for (number, shape), kv in zip(self.shapes.items(), kv_layers, strict=True)
@@ -147,7 +146,7 @@ class TransformersModel:
     ) -> Tensor:
         """A group of one sequence, the number-th of the step."""
         first, end, length = int(group.rows[0, 0]), int(group.rows[0, -1]) + 1, int(group.positions[0, 0])
-        states = self._states_of(batch.handles, number, length)
+        states = self._states_of(batch.states, number, length)
         is_split = not self.continues_chunks and length > 0
         logits = []
         for start in range(first, end) if is_split else (first,):
@@ -161,17 +160,15 @@ class TransformersModel:
             states.length += end - first
         return torch.cat(logits)
 
-    def _states_of(self, handles: list[int] | None, number: int, length: int) -> SequenceStates | None:
+    def _states_of(self, rows: StateRows | None, number: int, length: int) -> SequenceStates | None:
         """The states of the step's number-th sequence behind its first `length` tokens; None: the model has none. A
         sequence that begins, or begins again, has new ones."""
-        if not self.state_bytes:
+        if rows is None:
             return None
-        assert handles is not None, "states belong to a sequence"
-        handle = handles[number]
-        states = self.sequence_states[handle] if length else SequenceStates()
+        slot = rows.slots[number]
+        states = self.sequence_states[slot] if length else SequenceStates()
         assert states.length == length, "a state stands behind all tokens before it"
-        if handle >= 0:  # otherwise it is no sequence of the scheduler's
-            self.sequence_states[handle] = states
+        self.sequence_states[slot] = states
         return states
 
     def _call(self, batch: ForwardBatch, tokens: slice, cache: PassingCache, rows: Tensor) -> Tensor:

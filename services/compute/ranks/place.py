@@ -205,6 +205,11 @@ def load_decoder(
 ) -> Decoder:
     """A model, or this place's part of it. number: of the model among those of the replica; packing:
     load_weights'. Raises StartupError."""
+    if config.recurrence is not None and not place.is_alone:
+        raise StartupError(
+            "a model that keeps states of its sequences is not divided among ranks: start it without "
+            "--tensor-parallel-size and --pipeline-parallel-size"
+        )
     if place.is_alone:
         return Decoder(config, load_weights(location, config, backend, **packing), backend)
     if place.shards is not None:
@@ -274,11 +279,12 @@ def make_runner(
     kv_cache: KVCache,
     row_search: RowSearch,
     images: Mapping[str, torch.Tensor] | None = NO_IMAGES,
+    num_slots: int = 0,
 ) -> ModelRunner:
-    """The runner of a model, or of this place's part: rank 0's tells the others each step. images:
+    """The runner of a model, or of this place's part: rank 0's tells the others each step. images, num_slots:
     ModelRunner's."""
     if place.tell is None:
-        return ModelRunner(model, kv_cache, row_search, images if place.is_first else None)
+        return ModelRunner(model, kv_cache, row_search, images if place.is_first else None, num_slots)
     return LeadingRunner(model, kv_cache, row_search, images, place.tell, number)
 
 

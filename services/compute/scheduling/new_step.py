@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 
+from services.compute.cache.state_slots import StateSlots
 from services.compute.scheduling.step_cost import StepCost
 from services.compute.sequence import Sequence
 from services.compute.sequence.batch import BatchRow
@@ -35,9 +36,10 @@ class NewStep:
         return min(left, max(cost.tokens_within(bound_s, num_context_tokens) - len(self.decodes), at_least))
 
 
-def advance(sequence: Sequence, num_tokens: int, num_drafts: int = 0) -> BatchRow:
+def advance(sequence: Sequence, num_tokens: int, num_drafts: int = 0, slots: StateSlots | None = None) -> BatchRow:
     """The row of the sequence's next num_tokens tokens; the last num_drafts of them are drafts. The tokens
-    count as computed from now on, and the prompt's logprobs that follow from them as scored."""
+    count as computed from now on, and the prompt's logprobs that follow from them as scored. slots: of a
+    model that keeps states."""
     request, token_ids, kv, num_prompt = sequence.request, sequence.tokens.ids, sequence.kv, sequence.tokens.num_prompt
     first, last = kv.num_computed, kv.num_computed + num_tokens
     is_sampled = last == len(token_ids) and request.embedding is None
@@ -46,6 +48,9 @@ def advance(sequence: Sequence, num_tokens: int, num_drafts: int = 0) -> BatchRo
     first_target, target_ids = (0, ()) if sequence.is_scored else take_targets(sequence, last)
     context = request.layout.context(kv.block_table.frozen, first, num_tokens)
     kv.advance(request.layout.skip_holes(last))
+    num_folded = kv.num_folded
+    if slots is not None:
+        kv.num_folded = slots.fold_to(sequence, last, is_sampled=is_sampled)
     return BatchRow(
         handle=sequence.handle,
         token_ids=tuple(token_ids[first:last]),
@@ -61,6 +66,9 @@ def advance(sequence: Sequence, num_tokens: int, num_drafts: int = 0) -> BatchRo
         images=request.images_in(first, last),
         sees_whole_images=request.sees_whole_images,
         positions=positions_of(sequence, first, last),
+        slot=kv.slot,
+        num_folded=num_folded,
+        fold_to=kv.num_folded,
     )
 
 

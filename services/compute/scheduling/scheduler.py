@@ -85,9 +85,7 @@ class Scheduler:
         self.max_batched_tokens = max(max_batched_tokens, max_num_seqs)  # so every running sequence can have its token
         self.aging_s = aging_s
         self.target_itl_s = target_itl_s
-        self.keeps_states = block_manager.keeps_states
         self.run_ahead = run_ahead  # steps whose foreseen tokens a sequence may be computed on
-        self._left_handles: list[int] = []  # of sequences that have lost their places since the last step
         self.policy = PLAIN  # of the current step, or of the last one
         self._is_apart = False  # the current step, or the last one, is of sequences that run apart
         self.step_cost = StepCostFit()
@@ -155,8 +153,7 @@ class Scheduler:
             self._advance(sequence, 1 + count, count) for sequence, count in zip(step.decodes, num_drafts, strict=True)
         ]
         chunks = [self._advance(sequence, count) for sequence, count in step.chunks]
-        left_handles, self._left_handles = tuple(self._left_handles), []
-        return ScheduledBatch((*decodes, *chunks), len(decodes), copies, left_handles)
+        return ScheduledBatch((*decodes, *chunks), len(decodes), copies)
 
     def append(self, sequence: Sequence, token_id: int) -> None:
         """The sequence's next token was decided."""
@@ -170,7 +167,7 @@ class Scheduler:
         if len(sequence.tokens) < num_tokens:
             self.block_manager.forget_hashes(sequence, len(sequence.tokens) - 1)
         if not is_continued:
-            self._rewind(sequence, len(sequence.tokens) - 1)
+            sequence.kv.rewind(len(sequence.tokens) - 1)
 
     def take_back(self, prefix: Prefix) -> None:
         """The row computed on these tokens is dropped: the last of them is computed again, and drafts behind
@@ -178,8 +175,7 @@ class Scheduler:
         sequence = prefix.sequence
         if len(sequence.tokens) > prefix.num_tokens:
             self.truncate(sequence, prefix.num_tokens)
-        num_standing = 0 if self.keeps_states else prefix.num_tokens - 1
-        sequence.kv.recompute(num_standing, self.block_manager.block_size)
+        sequence.kv.recompute(prefix.num_tokens - 1, self.block_manager.block_size)
 
     def confirm(self, sequence: Sequence) -> None:
         """The first of the foreseen tokens was decided."""
@@ -190,14 +186,8 @@ class Scheduler:
     def truncate(self, sequence: Sequence, num_tokens: int) -> None:
         """Drop the undecided tokens behind the first num_tokens. `append` or `finish` comes next."""
         sequence.tokens.truncate(num_tokens)
-        self._rewind(sequence, num_tokens)
+        sequence.kv.rewind(num_tokens)
         self.block_manager.forget_hashes(sequence, num_tokens)
-
-    def _rewind(self, sequence: Sequence, num_tokens: int) -> None:
-        """Nothing that is computed behind the first num_tokens stands; of a model that keeps states, nothing at
-        all."""
-        if num_tokens < sequence.kv.num_computed:
-            sequence.kv.rewind(0 if self.keeps_states else num_tokens)
 
     def finish(self, sequence: Sequence, *, is_complete: bool = False) -> None:
         """The sequence has ended, waiting or running, with its whole answer (is_complete, its last token
@@ -309,7 +299,7 @@ class Scheduler:
         """A running sequence of the same prompt, if there is one; rather one whose prompt is computed. It has
         the logprobs that are asked of the prompt."""
         request, num_prompt = sequence.request, sequence.tokens.num_prompt
-        if request.group_id is None or self.keeps_states:
+        if request.group_id is None or self.block_manager.slots is not None:
             return None
         group = [other for other in self.running.values() if other.request.group_id == request.group_id]
         prompt_logprobs = request.params.prompt_logprobs
@@ -407,7 +397,7 @@ class Scheduler:
 
     def _advance(self, sequence: Sequence, num_tokens: int, num_drafts: int = 0) -> BatchRow:
         """The sequence's row of the step, which counts as computed from now on."""
-        row = advance(sequence, num_tokens, num_drafts)
+        row = advance(sequence, num_tokens, num_drafts, self.block_manager.slots)
         if num_tokens > 1 or sequence.kv.num_computed % self.block_manager.block_size == 0:
             self.block_manager.commit(sequence)
         return row
@@ -437,8 +427,6 @@ class Scheduler:
         if not self._num_running[sequence.request.tenant_id]:
             del self._num_running[sequence.request.tenant_id]
         self.block_manager.free(sequence)
-        if self.keeps_states:
-            self._left_handles.append(sequence.handle)
 
 
 class PrefixHits:

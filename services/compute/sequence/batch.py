@@ -37,6 +37,11 @@ class BatchRow:
     sees_whole_images: bool = False  # each of their tokens sees all of its run
     # of token_ids, in time, down and across, where these differ
     positions: tuple[tuple[int, ...], ...] = ()
+    # of a model that keeps states: the sequence's slot, and the tokens that the state in it stands behind before
+    # the step, and after it
+    slot: int = 0
+    num_folded: int = 0
+    fold_to: int = 0
 
     @property
     def num_tokens(self) -> int:
@@ -66,8 +71,6 @@ class ScheduledBatch:
     num_decodes: int  # of the rows, the first ones
     # (from, to), before the step: one after the other, and none from a block that has been copied to
     block_copies: tuple[tuple[int, int], ...] = ()
-    # of sequences that have lost their places since the last step, of a model that keeps states
-    left_handles: tuple[int, ...] = ()
 
     @property
     def num_tokens(self) -> int:

@@ -43,13 +43,18 @@ class Kv:
     num_shared_blocks: int = 0  # blocks that others held already when the sequence began
     has_shared_tail: bool = False  # the block that is written next may be another's as well
     is_restored: bool = False  # a second tier was asked for its blocks
+    slot: int = 0  # of a model that keeps states: see cache/state_slots.py
+    num_folded: int = 0  # tokens that its state stands behind, which it can't go back behind
 
     def advance(self, num_tokens: int) -> None:
         """A step was scheduled that computes up to the first num_tokens."""
         self.num_computed = num_tokens
 
     def rewind(self, num_tokens: int) -> None:
-        """Nothing that is computed behind the first num_tokens stands."""
+        """Nothing that is computed behind the first num_tokens stands; nothing at all where its state stands
+        behind more."""
+        if num_tokens < self.num_folded:
+            num_tokens = self.num_folded = 0
         self.num_computed = min(self.num_computed, num_tokens)
 
     def recompute(self, num_tokens: int, block_size: int) -> None:
@@ -62,5 +67,5 @@ class Kv:
     def clear(self) -> None:
         """All blocks were given back."""
         self.block_table.clear()
-        self.num_computed = self.num_committed_blocks = self.num_shared_blocks = 0
+        self.num_computed = self.num_committed_blocks = self.num_shared_blocks = self.num_folded = 0
         self.has_shared_tail = self.is_restored = False

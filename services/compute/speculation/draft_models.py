@@ -117,6 +117,8 @@ def load_other(
         raise StartupError(f"--draft-model {path}: {name} has no native implementation, which a draft model needs")
     check_tokenizer(path, found, files)
     config = read_config(found.config, limit)
+    if config.recurrence is not None:
+        raise StartupError(f"--draft-model {path}: its layers keep states, which do not go back when a draft is wrong")
     return DraftModel("draft", load_decoder(place, number, found.weights, config, backend), found.max_model_len)
 
 

@@ -1,6 +1,6 @@
 """Parameters of transformers' modules that a GGUF file has in another form: several tensors as one,
 rows or columns in another order, or other values. What only has another name is in `gguf`'s own
-table of names.
+table of names. Our own executor takes heads in the file's order, so for it only values differ.
 
 llama.cpp's converter makes these forms, each for the sake of its kernels.
 """
@@ -33,9 +33,11 @@ class TensorLayout:
         return None if self.third is None else [range(self.third * size, (self.third + 1) * size)]
 
 
-def layouts_of(head: GgufHead) -> dict[str, TensorLayout]:
-    """Return a file's layouts, by a parameter's name in its layer."""
+def layouts_of(head: GgufHead, *, is_native: bool) -> dict[str, TensorLayout]:
+    """Return a file's layouts, by a parameter's name in its layer. is_native: for our own executor."""
     architecture = head.text("general.architecture")
+    if is_native:
+        return NATIVE_LAYOUTS.get(architecture, {})
     is_dense = architecture == "granitehybrid" and not head.metadata.get("granitehybrid.expert_count")
     return _GRANITE_DENSE if is_dense else LAYOUTS.get(architecture, {})
 
@@ -118,6 +120,11 @@ _GRANITE_DENSE = {
     "shared_mlp.input_linear.weight": TensorLayout(("ffn_gate.weight", "ffn_up.weight")),
     "shared_mlp.output_linear.weight": TensorLayout(("ffn_down.weight",)),
 }
+_DELTA_VALUES = {
+    "linear_attn.A_log": TensorLayout(("ssm_a",), _logarithm),
+    "linear_attn.dt_bias": TensorLayout(("ssm_dt.bias",)),
+    "linear_attn.conv1d.weight": TensorLayout(("ssm_conv1d.weight",), _reshape),
+}
 _QWEN35 = {
     "linear_attn.A_log": TensorLayout(("ssm_a",), _logarithm, _of_value_heads),
     "linear_attn.dt_bias": TensorLayout(("ssm_dt.bias",), rows=_of_value_heads),
@@ -147,6 +154,15 @@ _NOMIC_BERT = {
         )
         for part in ("weight", "bias")
     },
+}
+_NATIVE_LFM2 = {
+    "conv.conv.weight": TensorLayout(("shortconv.conv.weight",), _reshape),
+    "mlp.e_score_correction_bias": TensorLayout(("exp_probs_b.bias",)),
+}
+NATIVE_LAYOUTS = {
+    **dict.fromkeys(("qwen35", "qwen35moe", "qwen3next"), _DELTA_VALUES),
+    **dict.fromkeys(("lfm2", "lfm2moe"), _NATIVE_LFM2),
+    "granitehybrid": _mamba("mamba"),
 }
 # By architecture, and by a parameter's name in its layer
 LAYOUTS: dict[str, dict[str, TensorLayout]] = {
@@ -182,9 +198,7 @@ LAYOUTS: dict[str, dict[str, TensorLayout]] = {
     "qwen35": _QWEN35,
     "qwen35moe": _QWEN35,
     "qwen3next": {
-        "linear_attn.A_log": TensorLayout(("ssm_a",), _logarithm),
-        "linear_attn.dt_bias": TensorLayout(("ssm_dt.bias",)),
-        "linear_attn.conv1d.weight": TensorLayout(("ssm_conv1d.weight",), _reshape),
+        **_DELTA_VALUES,
         "linear_attn.in_proj_qkvz.weight": TensorLayout(("attn_qkv.weight", "attn_gate.weight"), rows=_of_each_key),
     },
 }

@@ -125,7 +125,8 @@ class GgufRows:
 class GgufSource:
     """A WeightSource."""
 
-    def __init__(self, path: Path, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, path: Path, dtype: torch.dtype, device: torch.device, *, is_native: bool = True) -> None:
+        """is_native: for our own executor, not for transformers' modules."""
         self.folder = path
         self.dtype = dtype
         self.device = device
@@ -134,7 +135,7 @@ class GgufSource:
         self._library_names = (
             library_names(self.head, self.architecture) if self.architecture in LIBRARY_FAMILIES else None
         )
-        self.layouts = layouts_of(self.head)
+        self.layouts = layouts_of(self.head, is_native=is_native)
         self._read: set[str] = set()
         self._kinds = {name: self._check(info) for name, info in self.head.tensors.items()}
         self._maps = {each: _map_file(each) for each in {info.path for info in self.head.tensors.values()}}
@@ -509,9 +510,9 @@ def translate_library_name(names: gguf.TensorNameMap, name: str) -> str:
     if not name.endswith((".weight", ".bias")):
         name = name.removesuffix("_bias") + ".bias" if name.endswith("_bias") else name + ".weight"
     suffixes = (".weight", ".bias")
-    # the names of a checkpoint, which the library changed
-    published = name.replace("model.", "backbone.", 1)
-    return names.get_name(name, suffixes) or names.get_name(published, suffixes) or name
+    # the names of a checkpoint, which the library changed, or our own executor
+    published = name.replace("model.", "backbone.", 1), name.replace("model.norm.", "model.embedding_norm.")
+    return next((found for each in (name, *published) if (found := names.get_name(each, suffixes))), name)
 
 
 def _map_file(path: Path) -> mmap.mmap:

@@ -34,10 +34,10 @@ from services.compute.backends.backend import Backend, Linear, Mlp, RouterConfig
 from services.compute.backends.choose import has_same_columns
 from services.compute.backends.host_memory import give_back_free_memory
 from services.compute.backends.matrix import Dense, Matrix, concatenate
-from services.compute.models.architectures import ACTIVATIONS
 from services.compute.models.config import Packed
 from services.compute.models.decoder import EmbeddingRows
 from services.compute.models.library_errors import first_line
+from services.compute.models.llama import ACTIVATIONS
 from services.compute.models.moe import Expert, MoeMlp, Router, run_experts
 from services.compute.models.transformers_attention import Unsupported
 from services.compute.weights.gguf_source import GgufSource
@@ -176,7 +176,7 @@ def load_library_modules(
     with torch.device("meta"):
         outline = make_modules(location, config, backend.dtype, auto_class)
     source: Source = (
-        GgufSource(location, backend.dtype, backend.device)
+        GgufSource(location, backend.dtype, backend.device, is_native=False)
         if location.is_file()
         else ConvertedSource(location, backend.dtype, backend.device, outline, key_mapping)
     )

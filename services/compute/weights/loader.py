@@ -25,6 +25,7 @@ from services.compute.models.parts import LayerParts, MixtureParts, MlpParts, Mo
 from services.compute.ranks.parallel.heads import heads_of
 from services.compute.ranks.parallel.share import EVERYTHING, Portion, Share
 from services.compute.weights.gguf_source import GgufSource
+from services.compute.weights.hybrid_layers import MatrixRows, has_matrix, projections, read_recurrent, with_gate
 from services.compute.weights.mxfp4 import read_expert
 from services.compute.weights.safetensors_source import SafetensorsSource
 from services.compute.weights.source import in_halves
@@ -156,14 +157,15 @@ def whole_layer(parts: LayerParts, config: ModelConfig, backend: Backend) -> Lay
     """The layer of a rank that has all of it."""
     assert parts.qkv is not None and parts.output is not None
     if isinstance(parts.mlp, MlpParts):
-        return LayerWeights(parts.norms, parts.qkv, parts.output, backend.make_mlp(*_both(parts.mlp)), parts.sinks)
+        mlp = backend.make_mlp(*_both(parts.mlp))
+        return LayerWeights(parts.norms, parts.qkv, parts.output, mlp, parts.sinks, parts.recurrent)
     shared, moe = None, config.moe
     assert moe is not None
     if parts.mlp.shared is not None:
         shared = SharedExpert(Expert(*_both(parts.mlp.shared)), parts.mlp.shared_gate)
     grouped = backend.group_experts([(each.gate_up, each.down) for each in parts.mlp.experts], moe.num_experts)
     mixture = MoeMlp(backend.row_math, parts.mlp.router, parts.mlp.experts, shared, grouped)
-    return LayerWeights(parts.norms, parts.qkv, parts.output, mixture, parts.sinks)
+    return LayerWeights(parts.norms, parts.qkv, parts.output, mixture, parts.sinks, parts.recurrent)
 
 
 def _both(mlp: MlpParts) -> tuple[Linear, Linear]:
@@ -171,8 +173,8 @@ def _both(mlp: MlpParts) -> tuple[Linear, Linear]:
     return mlp.gate_up, mlp.down
 
 
-def norm_names(config: ModelConfig) -> dict[str, str]:
-    """The norms of the model's layers: the tensor's name in a layer, by the field of Norms."""
+def norm_names(config: ModelConfig, number: int) -> dict[str, str]:
+    """The norms of a layer: the tensor's name in it, by the field of Norms."""
     names = {}
     if config.has_pre_norms:
         names["before_attention"] = "input_layernorm.weight"
@@ -184,7 +186,7 @@ def norm_names(config: ModelConfig) -> dict[str, str]:
             "after_attention": "post_attention_layernorm.weight",
             "after_mlp": "post_feedforward_layernorm.weight",
         }
-    if config.has_qk_norm:
+    if config.has_qk_norm and number not in config.recurrent_layers:
         of_heads = ("query_layernorm", "key_layernorm") if config.norms_after_rotation else ("q_norm", "k_norm")
         names |= {field: f"self_attn.{name}.weight" for field, name in zip("qk", of_heads, strict=True)}
     return names
@@ -216,22 +218,24 @@ class Loader:
         hidden, head_dim = config.hidden_size, config.head_dim
         q_size, kv_size = config.num_heads * head_dim, config.num_kv_heads * head_dim
         attention = prefix + "self_attn."
-        names = (
-            [attention + "qkv_proj."]
-            if config.has_fused_projections
-            else [attention + f"{name}_proj." for name in "qkv"]
-        )
         sizes = {"q": q_size, "k": kv_size} if config.is_qk_norm_joint else {"q": head_dim, "k": head_dim}
         norms = {
-            field: self.norm(prefix + name, sizes.get(field, hidden)) for field, name in norm_names(config).items()
+            field: self.norm(prefix + name, sizes.get(field, hidden))
+            for field, name in norm_names(config, number).items()
         }
+        if number in config.recurrent_layers:
+            return self.recurrent_parts(number, Norms(**norms))
         own = heads_of(config, self.share.size, may_repeat=not self.portion.is_sharded)[self.share.rank]
         heads = [scaled(each, head_dim) for each in (own.queries, own.kv, own.kv)]
         return LayerParts(
             norms=Norms(**norms),
-            qkv=self.linear(
+            qkv=self.joined(prefix + "qkv.", with_gate(config, attention), has_bias=config.has_qkv_bias)
+            if config.has_attention_gate
+            else self.linear(
                 prefix + "qkv.",
-                names,
+                [attention + "qkv_proj."]
+                if config.has_fused_projections
+                else [attention + f"{name}_proj." for name in "qkv"],
                 [(size, hidden) for size in (q_size, kv_size, kv_size)],
                 config.has_qkv_bias,
                 parts=heads,
@@ -244,15 +248,35 @@ class Loader:
                 config.has_output_bias,
                 self.packing.of_output,
             ),
-            mlp=self.mixture(prefix, config.moe)
-            if config.moe is not None and number in config.moe.sparse_layers
-            else self.mlp(prefix),
+            mlp=self.mlp(number),
             sinks=self.source.dense(attention + "sinks", (config.num_heads,), [own.queries]).float()
             if config.has_sinks and own.queries
             else None,
         )
 
-    def mlp(self, prefix: str) -> MlpParts:
+    def recurrent_parts(self, number: int, norms: Norms) -> LayerParts:
+        config, prefix, sizes = self.config, f"model.layers.{number}.", self.config.recurrence
+        assert sizes is not None
+        is_packed, (pieces, output) = config.packed is not None, projections(sizes, self.source, prefix)
+        return LayerParts(
+            norms=norms,
+            qkv=self.joined(prefix + "qkv.", pieces, has_bias=False),
+            output=self.columns(
+                prefix + "output.",
+                output,
+                (config.hidden_size, sizes.inner),
+                has_bias=False,
+                quantization=self.packing.of_output,
+            ),
+            mlp=self.mlp(number),
+            sinks=None,
+            recurrent=read_recurrent(sizes, self.source, prefix, is_packed=is_packed),
+        )
+
+    def mlp(self, number: int) -> MlpParts | MixtureParts:
+        prefix, moe = f"model.layers.{number}.", self.config.moe
+        if moe is not None and number in moe.sparse_layers:
+            return self.mixture(prefix, moe)
         names = (
             ["gate_up_proj", "down_proj"]
             if self.config.has_fused_projections
@@ -265,6 +289,9 @@ class Loader:
     def gated(self, name: str, sources: list[str], inter: int, has_bias: bool) -> MlpParts:
         """name: when it is packed; sources: of gate, up and down, or of gate and up in one, and down."""
         hidden, part = self.config.hidden_size, self.share.part(inter)
+        fused = sources[0].replace(".gate_proj.", ".gate_up_proj.")
+        if len(sources) == 3 and isinstance(self.source, SafetensorsSource) and has_matrix(self.source, fused):
+            sources = [fused, sources[-1]]
         gate_up = self.linear(
             name + "gate_up.", sources[:-1], [(inter, hidden)] * 2, has_bias, is_gated=True, parts=[part, part]
         )
@@ -274,7 +301,10 @@ class Loader:
         """Load experts by Mixtral's names, by Qwen's or by gpt-oss'; their experts each a tensor of
         its own, or all in one, as transformers 5 has them in memory."""
         hidden = self.config.hidden_size
-        block = prefix + ("block_sparse_moe." if self.source.has(prefix + "block_sparse_moe.gate.weight") else "mlp.")
+        mixtral = prefix + "block_sparse_moe."
+        # a GGUF file has its router under all families' names
+        is_mixtral = self.source.has(mixtral + "gate.weight") and not self.source.has(prefix + "mlp.gate.weight")
+        block = mixtral if is_mixtral else prefix + "mlp."
         router = self.router(prefix, block, moe)
         shared = shared_gate = None
         if moe.shared_intermediate_size:
@@ -287,7 +317,7 @@ class Loader:
         numbers = self.share.part(moe.num_experts, unit=1)
         if moe.has_bias and isinstance(self.source, SafetensorsSource) and self.config.packed is None:
             experts = [self.gpt_oss_expert(block + "experts.", number, moe) for number in numbers]
-        elif self.source.has(block + "experts.gate_up_proj"):
+        elif isinstance(self.source, SafetensorsSource) and self.source.has(block + "experts.gate_up_proj"):
             experts = self.fused_experts(block, moe, numbers)
         else:
             experts = [self.one_expert(prefix, block, number, moe) for number in numbers]
@@ -440,7 +470,6 @@ class Loader:
         if len(sources) < len(shapes):
             of_sources = [None if rows is None else side_by_side(shapes, rows)]
             shapes = [(sum(shape[0] for shape in shapes), shapes[0][1])]
-        quantization, group = quantization or self.packing.quantization, self.packing.group
         read = list(zip(sources, shapes, of_sources, strict=True))
         matrices = [self.source.matrix(source, shape, some) for source, shape, some in read]
         biases = (
@@ -453,19 +482,39 @@ class Loader:
             matrices[number] = reordered(matrix, order)
             if biases:
                 biases[number] = biases[number][order]
-        bias = torch.cat(biases) if biases else None
+        return self.made(matrices, biases, quantization, is_gated=is_gated, whole_n=sum(shape[0] for shape in shapes))
+
+    def joined(self, name: str, pieces: list[MatrixRows], *, has_bias: bool) -> Linear:
+        """A layer of rows of matrices whose inputs are the hidden states."""
+        shapes = [(piece.height, self.config.hidden_size) for piece in pieces]
+        if self.config.packed is not None:
+            counts = [(piece.count, k) for piece, (_, k) in zip(pieces, shapes, strict=True)]
+            return self.restored(name, counts, has_bias, is_gated=False, rows=None)
+        read = [(piece, shape) for piece, shape in zip(pieces, shapes, strict=True)]
+        matrices = [self.source.matrix(piece.source, shape, piece.rows) for piece, shape in read]
+        biases = (
+            [self.source.dense(piece.source + "bias", shape[:1], piece.rows) for piece, shape in read]
+            if has_bias
+            else []
+        )
+        return self.made(matrices, biases, None, is_gated=False, whole_n=sum(piece.count for piece in pieces))
+
+    def made(
+        self, matrices: list[Matrix], biases: list[Tensor], quantization: str | None, *, is_gated: bool, whole_n: int
+    ) -> Linear:
+        """The layer of these matrices, one after the other along the outputs."""
         joined = concatenate(matrices, self.backend.dtype)
         # where a backend has no layers of several forms, all of them are widened
         widened = [each for each in matrices if not isinstance(each, Dense)] if not self.backend.is_kept(joined) else []
         self.widened.update({str(each) for each in widened})
         return self.backend.make_linear(
             joined,
-            bias,
-            quantization=quantization,
-            group=group,
+            torch.cat(biases) if biases else None,
+            quantization=quantization or self.packing.quantization,
+            group=self.packing.group,
             is_gated=is_gated,
             activation=self.config.activation,
-            whole_n=sum(shape[0] for shape in shapes),
+            whole_n=whole_n,
         )
 
     def restored(

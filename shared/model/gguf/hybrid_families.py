@@ -1,5 +1,5 @@
 """The GGUF architectures whose layers keep a state: linear attention, Mamba 2, short convolutions.
-transformers' modules compute them."""
+transformers' modules compute them, and our own executor those that are native."""
 
 from typing import Any
 
@@ -26,6 +26,7 @@ def _qwen35(head: GgufHead, prefix: str) -> dict[str, Any]:
         "linear_num_key_heads": sizes["num_groups"],
         "linear_num_value_heads": sizes["num_heads"],
         "layer_types": [LINEAR if each else FULL for each in recurrent[:num_layers]],
+        "linear_value_heads_tiled": prefix != "qwen3next.",  # see RecurrenceConfig.is_tiled
     }
 
 
@@ -174,22 +175,39 @@ _OF_NEMOTRON = (
 HYBRID_FAMILIES = {
     "falcon-h1": Family("FalconH1ForCausalLM", "falcon_h1", _falcon_h1),
     "granitehybrid": Family(
-        "GraniteMoeHybridForCausalLM", "granitemoehybrid", _granitehybrid, ("expert_count", *_SCALES)
+        "GraniteMoeHybridForCausalLM",
+        "granitemoehybrid",
+        _granitehybrid,
+        ("expert_count", *_SCALES),
+        is_native=True,
     ),
-    "lfm2": Family("Lfm2ForCausalLM", "lfm2", _lfm2),
-    "lfm2moe": Family("Lfm2MoeForCausalLM", "lfm2_moe", _lfm2moe, ("expert_count",), has_sigmoid_experts=True),
+    "lfm2": Family("Lfm2ForCausalLM", "lfm2", _lfm2, is_native=True),
+    "lfm2moe": Family(
+        "Lfm2MoeForCausalLM", "lfm2_moe", _lfm2moe, ("expert_count",), has_sigmoid_experts=True, is_native=True
+    ),
     "nemotron_h": Family("NemotronHForCausalLM", "nemotron_h", _nemotron_h),
     "nemotron_h_moe": Family(
         "NemotronHForCausalLM", "nemotron_h", _nemotron_h_moe, _OF_NEMOTRON, has_sigmoid_experts=True
     ),
     "qwen35": Family(
-        "Qwen3_5ForCausalLM", "qwen3_5_text", _qwen35, ("nextn_predict_layers", "rope.dimension_sections")
+        "Qwen3_5ForCausalLM",
+        "qwen3_5_text",
+        _qwen35,
+        ("nextn_predict_layers", "rope.dimension_sections"),
+        is_native=True,
     ),
     "qwen35moe": Family(
         "Qwen3_5MoeForCausalLM",
         "qwen3_5_moe_text",
         _qwen35moe,
         ("expert_count", "nextn_predict_layers", "rope.dimension_sections"),
+        is_native=True,
     ),
-    "qwen3next": Family("Qwen3NextForCausalLM", "qwen3_next", _qwen35moe, ("expert_count", "nextn_predict_layers")),
+    "qwen3next": Family(
+        "Qwen3NextForCausalLM",
+        "qwen3_next",
+        _qwen35moe,
+        ("expert_count", "nextn_predict_layers"),
+        is_native=True,
+    ),
 }

@@ -53,7 +53,7 @@ class ScriptedConfig:
     """A config for scheduler and cache: a key of one number for each token."""
 
     vocab_size: int
-    num_layers: int = 1
+    num_kv_layers: int = 1
     num_kv_heads: int = 1
     head_dim: int = 1
 

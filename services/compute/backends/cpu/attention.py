@@ -4,13 +4,14 @@ matter in which chunks a prompt came."""
 import ctypes
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from services.compute.backends.buffers import Buffers
 from services.compute.backends.cpu.library import AttentionArguments, CacheRows, NativeContext, Rotation, pointer
-from services.compute.backends.torch.attention import AttentionInputs, CosSin, Heads
+from services.compute.backends.torch.attention import AttentionInputs, CosSin, Heads, gate_heads, split_gate
 from services.compute.backends.torch.reference import Scores, kv_group
 
 
@@ -24,6 +25,7 @@ class NativePlan:
     out: Tensor  # [T, heads * head_dim]: a layer's result, until the next writes its own
     ropes: tuple[CosSin, ...]
     kept: tuple[Tensor, ...]
+    states: Any  # AttentionInputs'
 
 
 class NativeAttention:
@@ -80,7 +82,7 @@ class NativeAttention:
             inputs.slot_mapping,
             *(each for each in (lens, last_seen) if each is not None),
         )
-        return NativePlan(rotation, attention, out, inputs.ropes, kept)
+        return NativePlan(rotation, attention, out, inputs.ropes, kept, inputs.states)
 
     def _table(self, name: str, of_blocks: list[tuple[int, ...]], width: int) -> Tensor:
         """A number of each sequence's blocks, [sequences * width] int64."""
@@ -99,6 +101,7 @@ class NativeAttention:
         sinks: Tensor | None = None,
     ) -> Tensor:
         rotation, attention = plan.rotation, plan.attention
+        qkv, gate = split_gate(qkv, self.heads)
         rotation.qkv = attention.queries = qkv.data_ptr()
         rotation.cache = attention.cache = cache_rows(kv, self.heads.head_dim)
         rotation.cosines, rotation.sines = (each.data_ptr() for each in plan.ropes[rope])
@@ -107,7 +110,7 @@ class NativeAttention:
         attention.query_stride, attention.window, attention.sinks = qkv.shape[1], window or 0, pointer(sinks)
         self.context.rotate_and_write(ctypes.byref(rotation))
         self.context.attention(ctypes.byref(attention))
-        return plan.out
+        return plan.out if gate is None else gate_heads(plan.out, gate)
 
 
 def cache_rows(kv: Tensor, head_dim: int) -> CacheRows:

@@ -17,6 +17,7 @@ from services.compute.backends.gathered import GatheredMlp
 from services.compute.backends.matrix import Joined, Matrix
 from services.compute.backends.torch.attention import AttentionInputs, Heads
 from services.compute.backends.torch.backend import TorchBackend
+from services.compute.backends.torch.recurrent import RecurrenceConfig, TorchRecurrence
 from services.compute.backends.torch.reference import Scores
 from services.compute.ranks.parallel.ranks import Cut
 
@@ -105,11 +106,14 @@ class CpuBackend:
             else self.torch.make_attention(heads, scores)
         )
 
+    def make_recurrence(self, config: RecurrenceConfig) -> TorchRecurrence:
+        return self.torch.make_recurrence(config)
+
     def stack(
         self, layers: Sequence[LayerWeights], attention: Attention, wiring: Wiring, cut: Cut | None = None
     ) -> NativeStack | None:
         if not isinstance(attention, NativeAttention) or not all(
-            isinstance(layer.mlp, NativeMlp | GatheredMlp) for layer in layers
+            isinstance(layer.mlp, NativeMlp | GatheredMlp) and layer.recurrent is None for layer in layers
         ):
             return None
         return NativeStack(self.context, self.buffers, layers, wiring, cut)

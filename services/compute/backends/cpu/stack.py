@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from services.compute.backends.backend import LayerWeights, Wiring
+from services.compute.backends.backend import LayerCache, LayerWeights, Wiring
 from services.compute.backends.buffers import Buffers, Taps
 from services.compute.backends.cpu.attention import NativePlan, cache_rows, is_joint
 from services.compute.backends.cpu.library import (
@@ -47,7 +47,7 @@ class NativeStack:
         self.weights = layers  # what the structures point to
         self.team = None if cut is None else Team(context, cut)
         self.layers = (Layer * len(layers))()
-        self.kv_layers: Sequence[Tensor] = ()
+        self.caches: Sequence[LayerCache] = ()
         self.hidden_size: int = wiring.hidden_size
         for each, layer, window, rope in zip(self.layers, layers, wiring.windows, wiring.ropes, strict=True):
             for name, linear in linears_of(layer).items():
@@ -69,10 +69,10 @@ class NativeStack:
             )
             each.window, each.rope, each.sinks = window or 0, rope, pointer(layer.sinks)
 
-    def __call__(self, x: Tensor, kv_layers: Sequence[Tensor], plan: NativePlan, taps: Taps | None = None) -> Tensor:
+    def __call__(self, x: Tensor, caches: Sequence[LayerCache], plan: NativePlan, taps: Taps | None = None) -> Tensor:
         rotation, attention = plan.rotation, plan.attention
-        if kv_layers is not self.kv_layers:
-            self._point_to(kv_layers, rotation.head_dim)
+        if caches is not self.caches:
+            self._point_to(caches, rotation.head_dim)
         qkv, h = self._take(len(x))
         group = None
         if self.team is not None:
@@ -123,11 +123,12 @@ class NativeStack:
             )
         return self.buffers.take("qkv", (num_tokens, 0 if qkv is None else qkv.num_outputs), torch.bfloat16), h
 
-    def _point_to(self, kv_layers: Sequence[Tensor], head_dim: int) -> None:
-        for each, layer, kv in zip(self.layers, self.weights, kv_layers, strict=True):
+    def _point_to(self, caches: Sequence[LayerCache], head_dim: int) -> None:
+        for each, layer, kv in zip(self.layers, self.weights, caches, strict=True):
+            assert isinstance(kv, Tensor)
             each.cache = cache_rows(kv, head_dim)
             each.norms.is_qk_joint = is_joint(layer.norms.q, head_dim)
-        self.kv_layers = kv_layers
+        self.caches = caches
 
 
 def linears_of(layer: LayerWeights) -> dict[str, NativeLinear | None]:

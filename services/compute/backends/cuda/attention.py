@@ -2,6 +2,7 @@
 cache."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,7 +15,7 @@ from services.compute.backends.cuda.kernels import attention as kernels
 from services.compute.backends.cuda.kernels import blocks as block_kernels
 from services.compute.backends.cuda.row_math import prepare, warps_of
 from services.compute.backends.cuda.tables import BlockTables
-from services.compute.backends.torch.attention import AttentionInputs, CosSin, Heads
+from services.compute.backends.torch.attention import AttentionInputs, CosSin, Heads, gate_heads, split_gate
 from services.compute.backends.torch.reference import Scores
 from shared.model.arrays import Array
 from shared.model.segments import MAX_SEGMENTS, SEGMENT_MULTIPLE
@@ -68,6 +69,7 @@ class CudaPlan:
     stats: Tensor  # [parts, heads, ranges, 2] float32
     ropes: tuple[CosSin, ...]
     is_recordable: bool
+    states: Any  # AttentionInputs'
 
     @property
     def shape(self) -> tuple[int, bool]:
@@ -202,6 +204,7 @@ class CudaAttention:
             stats,
             inputs.ropes,
             is_recordable,
+            inputs.states,
         )
 
     def _take(self, num_rows: int, num_parts: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -226,6 +229,7 @@ class CudaAttention:
         sinks: Tensor | None = None,
     ) -> Tensor:
         heads, shape = self.heads, self._shape(kv, plan.block_size)
+        qkv, gate = split_gate(qkv, heads)
         q_norm, k_norm = norms
         # of all heads together
         if q_norm is not None and k_norm is not None and len(q_norm) != heads.head_dim:
@@ -321,7 +325,8 @@ class CudaAttention:
                 num_warps=4,
                 enable_fp_fusion=False,
             )
-        return plan.out[: len(qkv)]
+        out = plan.out[: len(qkv)]
+        return out if gate is None else gate_heads(out, gate)
 
     def _shape(self, kv: Tensor, block_size: int) -> dict[str, int]:
         heads = self.heads

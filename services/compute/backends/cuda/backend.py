@@ -40,6 +40,7 @@ from services.compute.backends.cuda.stack import CudaStack
 from services.compute.backends.matrix import Dense, Float8, Grouped, Int4Columns, Joined, Matrix
 from services.compute.backends.torch.attention import AttentionInputs, Heads
 from services.compute.backends.torch.linear import TorchMlp
+from services.compute.backends.torch.recurrent import RecurrenceConfig, TorchRecurrence
 from services.compute.backends.torch.reference import Scores, kv_row_size, quantize_weight
 from services.compute.ranks.parallel.ranks import Cut
 from shared.model.sampling_params import SamplingParams
@@ -167,11 +168,14 @@ class CudaBackend:
             )
         return CudaAttention(self.buffers, self.dtype, heads, scores)
 
+    def make_recurrence(self, config: RecurrenceConfig) -> TorchRecurrence:
+        return TorchRecurrence(config, self.device)
+
     def stack(
         self, layers: Sequence[LayerWeights], attention: Attention, wiring: Wiring, cut: Cut | None = None
     ) -> CudaStack | None:
         assert isinstance(attention, CudaAttention)
-        if cut is not None or not all(layer.mlp.is_recordable for layer in layers):
+        if cut is not None or not all(layer.mlp.is_recordable and layer.recurrent is None for layer in layers):
             return None
         return CudaStack(self.buffers, self.row_math, layers, attention, wiring, self.make_recorder)
 

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
-from services.compute.backends.backend import LayerWeights, RowMath, Wiring
+from services.compute.backends.backend import LayerCache, LayerWeights, RowMath, Wiring
 from services.compute.backends.buffers import Buffers, Taps
 from services.compute.backends.cuda.attention import CudaAttention, CudaPlan
 from services.compute.backends.cuda.graphs import Record, Recordings
@@ -31,9 +31,10 @@ class CudaStack:
         self.wiring = wiring
         self.recordings = Recordings(make_recorder)
 
-    def __call__(self, x: Tensor, kv_layers: Sequence[Tensor], plan: CudaPlan, taps: Taps | None = None) -> Tensor:
+    def __call__(self, x: Tensor, caches: Sequence[LayerCache], plan: CudaPlan, taps: Taps | None = None) -> Tensor:
         if not plan.is_recordable:
-            return self.run(x, kv_layers, plan, taps)
+            return self.run(x, caches, plan, taps)
+        kv_layers = [kv for kv in caches if isinstance(kv, Tensor)]
         held = self.buffers.take("stack", (plan.shape[0], x.shape[1]), x.dtype)
         held[: len(x)].copy_(x)
         key = (*plan.shape, kv_layers[0].shape, *[kv.data_ptr() for kv in kv_layers])
@@ -41,13 +42,14 @@ class CudaStack:
             : len(x)
         ]
 
-    def run(self, x: Tensor, kv_layers: Sequence[Tensor], plan: CudaPlan, taps: Taps | None = None) -> Tensor:
+    def run(self, x: Tensor, caches: Sequence[LayerCache], plan: CudaPlan, taps: Taps | None = None) -> Tensor:
         """Launch all kernels of the step. x, which stays as it is: [T, hidden]. Returns [T,
         hidden]."""
         wiring = self.wiring
         for number, (layer, kv, window, rope) in enumerate(
-            zip(self.layers, kv_layers, wiring.windows, wiring.ropes, strict=True)
+            zip(self.layers, caches, wiring.windows, wiring.ropes, strict=True)
         ):
+            assert isinstance(kv, Tensor)
             if taps is not None:
                 taps.keep(number, x)
             norms = layer.norms

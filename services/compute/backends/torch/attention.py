@@ -3,6 +3,7 @@ torch."""
 
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -29,6 +30,8 @@ class Heads:
     per_kv_head: int | None = None
     num_before: int = 0
     norms_after_rotation: bool = False  # of each head of q and k; else before
+    # the results are multiplied by the sigmoid of as many more columns, behind those of v
+    has_gate: bool = False
 
     @property
     def sharing(self) -> int:
@@ -57,6 +60,7 @@ class AttentionInputs:
     last_seen: list[int] | None = None
     # names of the sequences, by which their tables may be kept from step to step; None: no table is kept
     handles: list[int] | None = None
+    states: Any = None  # a recurrence's plan of the step, which the layers find in that of attention
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +87,11 @@ class PieceGroup:
 class TorchPlan:
     inputs: AttentionInputs
     groups: list[PieceGroup]
+
+    @property
+    def states(self) -> Any:
+        """AttentionInputs' states."""
+        return self.inputs.states
 
 
 class TorchAttention:
@@ -148,15 +157,15 @@ class TorchAttention:
     ) -> Tensor:
         """Normalize and rotate q and k, write K and V, attend.
 
-        qkv: [T, (heads + 2 kv_heads) * head_dim], may be overwritten; kv: a layer's cache [2,
-        blocks, kv_heads, block_size, head_dim]; window: how many tokens back each sees; norms: of q
-        and k, where the model has them, [head_dim] for each head, or [heads * head_dim] for all
-        together; rope: which of the plan's; sinks: [heads] float32, see paged_attention. Returns
-        [T, heads * head_dim].
+        qkv: [T, (heads + 2 kv_heads) * head_dim], or with a gate heads * head_dim more, may be
+        overwritten; kv: a layer's cache [2, blocks, kv_heads, block_size, head_dim]; window: how many
+        tokens back each sees; norms: of q and k, where the model has them, [head_dim] for each head,
+        or [heads * head_dim] for all together; rope: which of the plan's; sinks: [heads] float32, see
+        paged_attention. Returns [T, heads * head_dim].
         """
         heads, inputs = self.heads, plan.inputs
-        sizes = [heads.num_heads, heads.num_kv_heads, heads.num_kv_heads]
-        q, k, v = qkv.view(len(qkv), -1, heads.head_dim).split_with_sizes(sizes, dim=1)
+        sizes = [heads.num_heads, heads.num_kv_heads, heads.num_kv_heads, heads.num_heads * heads.has_gate]
+        q, k, v, gate = qkv.view(len(qkv), -1, heads.head_dim).split_with_sizes(sizes, dim=1)
         cos, sin = (each[:, None] for each in inputs.ropes[rope])
         if not heads.norms_after_rotation:
             q, k = norm_heads(q, norms[0], eps), norm_heads(k, norms[1], eps)
@@ -173,4 +182,16 @@ class TorchAttention:
             out[group.rows] = paged_attention(
                 q[group.rows], kv, group.block_tables, group.block_lens, seen, window, self.scores, sinks
             )
-        return out[:, heads.num_before : heads.num_before + heads.num_heads].flatten(1)
+        out = out[:, heads.num_before : heads.num_before + heads.num_heads]
+        return (gate_heads(out, gate) if heads.has_gate else out).flatten(1)
+
+
+def gate_heads(x: Tensor, gate: Tensor) -> Tensor:
+    """x * sigmoid(gate), of equal shapes, in float32. Returns it in x's dtype."""
+    return (x.float() / (1.0 + torch.exp(-gate.float()))).to(x.dtype)
+
+
+def split_gate(qkv: Tensor, heads: Heads) -> tuple[Tensor, Tensor | None]:
+    """q, k and v, [T, (heads + 2 kv_heads) * head_dim], and a gate's columns behind them, if there is one."""
+    size = (heads.num_heads + 2 * heads.num_kv_heads) * heads.head_dim
+    return (qkv[:, :size].contiguous(), qkv[:, size:]) if heads.has_gate else (qkv, None)

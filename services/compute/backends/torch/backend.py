@@ -13,6 +13,7 @@ from services.compute.backends.host_memory import mapped_zeros
 from services.compute.backends.matrix import Dense, Joined, Matrix
 from services.compute.backends.torch.attention import Heads, TorchAttention
 from services.compute.backends.torch.linear import QuantizedTorchLinear, TorchLinear, TorchMlp
+from services.compute.backends.torch.recurrent import RecurrenceConfig, TorchRecurrence
 from services.compute.backends.torch.reference import Scores, kv_row_size, quantize_weight
 from services.compute.backends.torch.row_math import TorchRowMath
 from services.compute.backends.torch.row_search import TorchRowSearch
@@ -78,6 +79,9 @@ class TorchBackend:
 
     def make_attention(self, heads: Heads, scores: Scores | None = None) -> TorchAttention:
         return TorchAttention(heads, scores)
+
+    def make_recurrence(self, config: RecurrenceConfig) -> TorchRecurrence:
+        return TorchRecurrence(config, self.device)
 
     def stack(
         self,
