@@ -13,8 +13,10 @@ from torch import Tensor
 from bench.gpu.steps import Steps
 from services.compute.backends.backend import Backend
 from services.compute.backends.cuda.backend import CudaBackend
+from services.compute.backends.torch.recurrent import LOG_LENGTH
 from services.compute.cache.block_manager import BlockManager
 from services.compute.cache.kv_cache import KVCache
+from services.compute.cache.state_slots import StateSlots
 from services.compute.execution.model_runner import ModelRunner
 from services.compute.models.architectures import read_config
 from services.compute.models.config import ModelConfig
@@ -27,6 +29,8 @@ from services.compute.sequence.batch import ScheduledBatch
 from services.compute.weights.loader import load_weights
 from shared.model.files import text_config
 from shared.model.sampling_params import SamplingParams
+
+NUM_SLOTS = 16  # of a model that keeps states: sequences at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,13 +57,16 @@ class LoadedModel:
         return ModelRunner(
             self.model,
             KVCache(self.model.config, self.backend, num_blocks=num_blocks, block_size=16, group=self.kv_group),
+            num_slots=NUM_SLOTS,
         )
 
     def answer(
         self, prompts: list[list[int]], num_tokens: int, *, max_batched_tokens: int = 512, num_blocks: int = 256
     ) -> list[Answer]:
         """The most likely continuations."""
-        runner, blocks = self.make_runner(num_blocks), BlockManager(num_blocks, 16)
+        assert len(prompts) <= NUM_SLOTS
+        slots = StateSlots(NUM_SLOTS, LOG_LENGTH) if self.model.state_bytes else None
+        runner, blocks = self.make_runner(num_blocks), BlockManager(num_blocks, 16, slots=slots)
         scheduler = Scheduler(
             blocks,
             make_admission("predicted", blocks),

@@ -21,7 +21,12 @@ from transformers import (
     Glm4MoeConfig,
     GptOssConfig,
     GraniteConfig,
+    GraniteMoeHybridConfig,
+    HunYuanDenseV1Config,
+    HunYuanMoEV1Config,
     InternLM3Config,
+    Lfm2Config,
+    Lfm2MoeConfig,
     LlamaConfig,
     MiniMaxM2Config,
     Ministral3Config,
@@ -119,6 +124,36 @@ HYBRIDS: dict[str, PretrainedConfig] = {
     "qwen3-next": Qwen3NextConfig(
         **SIZES, **GATED_DELTA_NET | {"head_dim": 32, "linear_value_head_dim": 24}, **GATED_MIXTURE, mlp_only_layers=[1]
     ),
+    "granite4-h": GraniteMoeHybridConfig(
+        **SIZES,
+        layer_types=["mamba", "attention", "mamba"],
+        mamba_n_heads=8,
+        mamba_d_head=16,
+        mamba_n_groups=2,
+        mamba_d_state=16,
+        num_local_experts=4,
+        shared_intermediate_size=48,
+        embedding_multiplier=3.0,
+        residual_multiplier=0.4,
+        attention_multiplier=0.3,
+        logits_scaling=2.5,
+        time_step_limit=(0.4, 1.2),
+    ),
+    "granite4-dense": GraniteMoeHybridConfig(
+        **SIZES,
+        layer_types=["mamba", "attention", "mamba"],
+        mamba_n_heads=8,
+        mamba_d_head=16,
+        mamba_d_state=16,
+        num_local_experts=0,
+        num_experts_per_tok=0,
+        shared_intermediate_size=48,
+        position_embedding_type="rope",
+    ),
+    "lfm2": Lfm2Config(**SIZES, layer_types=["conv", "full_attention", "conv"], block_multiple_of=32),
+    "lfm2-moe": Lfm2MoeConfig(
+        **SIZES, **MIXTURE, layer_types=["conv", "full_attention", "conv"], num_experts=8, num_dense_layers=1
+    ),
 }
 CONFIGS: dict[str, PretrainedConfig] = {
     "llama2": LlamaConfig(**SIZES | {"num_key_value_heads": 4}),
@@ -181,6 +216,13 @@ CONFIGS: dict[str, PretrainedConfig] = {
     "exaone-moe": ExaoneMoeConfig(
         **SIZES, head_dim=32, **MIXTURE, num_experts=8, sliding_window=24, layer_types=LOCAL_AND_GLOBAL
     ),
+    "hunyuan-dense": HunYuanDenseV1Config(
+        **SIZES,
+        head_dim=32,
+        attention_bias=True,
+        rope_parameters={"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 1.0, "alpha": 50.0},
+    ),
+    "hunyuan-moe": HunYuanMoEV1Config(**SIZES, head_dim=32, num_experts=8, moe_topk=3),
     "minimax-m2": MiniMaxM2Config(
         **SIZES,
         head_dim=64,
@@ -253,7 +295,7 @@ def reference_model(
         else:
             torch.nn.init.normal_(parameter, std=0.12)
     for buffer_name, buffer in model.named_buffers():
-        if buffer_name.endswith("e_score_correction_bias"):
+        if buffer_name.endswith(("e_score_correction_bias", "expert_bias")):
             torch.nn.init.normal_(buffer, std=0.2)
     model.save_pretrained(folder, max_shard_size=shard)
     return model.eval()

@@ -22,6 +22,7 @@ CASES = [
     *(("glm4-moe", quantization, 0) for quantization in ("none", "w8a8")),
     ("minimax-m2", "none", 32),
     ("ernie4-5-moe", "none", 0),
+    ("hunyuan-moe", "none", 0),
     ("qwen3", "none", 32),
     ("qwen3", "w8a8", 0),
     ("demo", "none", 0),
@@ -31,9 +32,12 @@ CASES = [
     ("gemma3", "w8a8", 0),
     ("olmo2", "none", 32),
     ("olmo2", "w4", 0),
-    *((name, "none", 32) for name in ("gemma2", "granite", "ministral3", "phi3-longrope", "smollm3")),
+    *((name, "none", 32) for name in ("gemma2", "granite", "hunyuan-dense", "ministral3", "phi3-longrope", "smollm3")),
     *(("qwen3-5", quantization, 0) for quantization in ("none", "w8a8")),
     ("qwen3-next", "none", 32),
+    ("lfm2", "none", 0),
+    ("granite4-h", "none", 0),
+    ("granite4-dense", "w8a8", 0),
 ]
 
 

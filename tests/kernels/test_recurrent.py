@@ -39,6 +39,10 @@ from tests.kernels.families import Engine, reference_model
 from tests.kernels.test_models import prompts
 
 SIZES = RecurrenceConfig("delta", num_heads=6, num_key_heads=2, key_dim=16, value_dim=24, kernel=4)
+CONVOLUTION = RecurrenceConfig("convolution", num_heads=1, num_key_heads=1, key_dim=1, value_dim=40, kernel=3)
+MAMBA2 = RecurrenceConfig(
+    "mamba2", num_heads=6, num_key_heads=2, key_dim=16, value_dim=24, kernel=4, norm_group=72, is_gate_first=True
+)
 NUM_TOKENS, NUM_SLOTS, EPS = 40, 3, 1e-6
 LONGEST_LOG = 6
 
@@ -48,7 +52,9 @@ def random_weights(sizes: RecurrenceConfig) -> RecurrentWeights:
         torch.randn(sizes.kernel, sizes.channels),
         -torch.randn(sizes.num_heads).exp(),
         torch.randn(sizes.num_heads),
-        torch.randn(sizes.value_dim),
+        torch.randn(sizes.norm_group or sizes.value_dim),
+        torch.randn(sizes.channels),
+        torch.randn(sizes.num_heads) if sizes.kind == "mamba2" else None,
     )
 
 
@@ -105,7 +111,11 @@ def test_heads_in_turns_are_those_of_keys_side_by_side() -> None:
     )
     projected, weights = torch.randn(20, beside.width), random_weights(beside)
     turned = RecurrentWeights(
-        weights.convolution[:, columns[: beside.channels]], weights.decay[order], weights.dt_bias[order], weights.norm
+        weights.convolution[:, columns[: beside.channels]],
+        weights.decay[order],
+        weights.dt_bias[order],
+        weights.norm,
+        weights.convolution_bias[columns[: beside.channels]],
     )
     rows = StateRows([0], [20], [0], [0], [20])
     results = []
@@ -134,15 +144,16 @@ def test_any_steps_give_the_same_bits(data: st.DataObject) -> None:
     """Sequences side by side, each in chunks of its own, with a log that is folded now or later, or cut."""
     torch.manual_seed(data.draw(st.integers(0, 1000)))
     dtype = data.draw(st.sampled_from([torch.float32, torch.bfloat16]))
-    weights, recurrence = random_weights(SIZES), TorchRecurrence(SIZES, CPU)
-    projected = torch.randn(NUM_SLOTS, NUM_TOKENS, SIZES.width).to(dtype)
+    sizes = data.draw(st.sampled_from([SIZES, CONVOLUTION, MAMBA2]))
+    weights, recurrence = random_weights(sizes), TorchRecurrence(sizes, CPU)
+    projected = torch.randn(NUM_SLOTS, NUM_TOKENS, sizes.width).to(dtype)
     lengths = [data.draw(st.integers(1, NUM_TOKENS)) for _ in range(data.draw(st.integers(1, NUM_SLOTS)))]
     expected = []
     for rows, length in zip(projected, lengths, strict=False):
-        cache = dirty_layer(SIZES, SIZES.ring, dtype)
+        cache = dirty_layer(sizes, sizes.ring, dtype)
         states = recurrence.plan(StateRows([1], [length], [0], [0], [length]))
         expected.append((recurrence(rows[:length], cache, states, weights, eps=EPS), cache.state[1]))
-    cache = dirty_layer(SIZES, SIZES.kernel - 1 + LONGEST_LOG, dtype)
+    cache = dirty_layer(sizes, sizes.kernel - 1 + LONGEST_LOG, dtype)
     slots = data.draw(st.permutations(range(NUM_SLOTS)))
     cuts = [
         Cut(slot, rows[:length]) for slot, rows, length in zip(slots, projected[: len(lengths)], lengths, strict=False)
@@ -189,8 +200,9 @@ def test_what_states_do_not_allow_is_refused_by_name(tmp_path: Path) -> None:
     assert engine.no_segments == "native keeps states of whole sequences, which are not of segments"
 
 
-def test_a_packed_checkpoint_has_the_bits_of_one_quantized_as_it_is_read(tmp_path: Path) -> None:
-    reference_model("qwen3-5", tmp_path / "dense")
+@pytest.mark.parametrize("family", ["qwen3-5", "lfm2", "granite4-h"])
+def test_a_packed_checkpoint_has_the_bits_of_one_quantized_as_it_is_read(family: str, tmp_path: Path) -> None:
+    reference_model(family, tmp_path / "dense")
     shutil.copy(DEMO_MODEL / "tokenizer.json", tmp_path / "dense")
     quantize(str(tmp_path / "dense"), tmp_path / "packed", Packed("w8a8", 32))
     some, logits = prompts(5, 512), []
@@ -199,7 +211,7 @@ def test_a_packed_checkpoint_has_the_bits_of_one_quantized_as_it_is_read(tmp_pat
         engine.generate(some, 6)
         logits.append(torch.stack([row for rows in engine.logits.values() for row in rows]))
     assert torch.equal(*logits)
-    with pytest.raises(StartupError, match="--calibrate: .* has recurrent layers"):
+    with pytest.raises(StartupError, match="--calibrate: .* (has recurrent layers|is a mixture)"):
         quantize(str(tmp_path / "dense"), tmp_path / "other", Packed("w8a8", 32), calibration="default")
 
 

@@ -297,5 +297,5 @@ def test_the_list_of_architectures_says_how_each_runs_or_why_it_is_refused(capsy
     native = {line.split()[0] for line in rows if " native" in line}
     assert native >= set(ARCHITECTURES)
     assert all(re.search(r"refused  +\S", line) for line in rows if "refused" in line)
-    [lfm2] = [line for line in rows if line.startswith("Lfm2MoeForCausalLM ")]
-    assert "one by one" in lfm2 and "lfm2moe" in lfm2
+    [falcon] = [line for line in rows if line.startswith("FalconH1ForCausalLM ")]
+    assert "one by one" in falcon and "falcon-h1" in falcon

@@ -1,6 +1,7 @@
 """The parts of a config.json that all families share, for the readers of architectures.py and hybrid.py."""
 
 import math
+from dataclasses import replace
 from typing import Any
 
 from services.compute.models.config import ModelConfig
@@ -52,6 +53,17 @@ def llama(config: Config, max_model_len: int, *, share: float = 1.0) -> ModelCon
         ropes=(read_rope(config, int(head_dim * share), max_model_len),),
         rope_of_layer=(0,) * num_layers,
         sliding_windows=(None,) * num_layers,
+    )
+
+
+def granite(config: Config, max_model_len: int) -> ModelConfig:
+    """Llama with multipliers."""
+    return replace(
+        llama(config, max_model_len),
+        embedding_multiplier=config.get("embedding_multiplier", 1.0),
+        residual_multiplier=config.get("residual_multiplier", 1.0),
+        attention_scale=config.get("attention_multiplier", 1.0),
+        logits_multiplier=1.0 / config.get("logits_scaling", 1.0),
     )
 
 

@@ -37,7 +37,7 @@ def layouts_of(head: GgufHead, *, is_native: bool) -> dict[str, TensorLayout]:
     """Return a file's layouts, by a parameter's name in its layer. is_native: for our own executor."""
     architecture = head.text("general.architecture")
     if is_native:
-        return _DELTA_VALUES if architecture in ("qwen35", "qwen35moe", "qwen3next") else {}
+        return NATIVE_LAYOUTS.get(architecture, {})
     is_dense = architecture == "granitehybrid" and not head.metadata.get("granitehybrid.expert_count")
     return _GRANITE_DENSE if is_dense else LAYOUTS.get(architecture, {})
 
@@ -154,6 +154,15 @@ _NOMIC_BERT = {
         )
         for part in ("weight", "bias")
     },
+}
+_NATIVE_LFM2 = {
+    "conv.conv.weight": TensorLayout(("shortconv.conv.weight",), _reshape),
+    "mlp.e_score_correction_bias": TensorLayout(("exp_probs_b.bias",)),
+}
+NATIVE_LAYOUTS = {
+    **dict.fromkeys(("qwen35", "qwen35moe", "qwen3next"), _DELTA_VALUES),
+    **dict.fromkeys(("lfm2", "lfm2moe"), _NATIVE_LFM2),
+    "granitehybrid": _mamba("mamba"),
 }
 # By architecture, and by a parameter's name in its layer
 LAYOUTS: dict[str, dict[str, TensorLayout]] = {

@@ -65,6 +65,18 @@ def delta_pieces(sizes: RecurrenceConfig, source: WeightSource, block: str) -> l
     return [*inputs, *scalars, gate]
 
 
+def projections(sizes: RecurrenceConfig, source: WeightSource, prefix: str) -> tuple[list[MatrixRows], str]:
+    """The pieces of a layer's projected row, and the name of its output projection."""
+    if sizes.kind == "convolution":
+        return [MatrixRows(prefix + "conv.in_proj.", sizes.width)], prefix + "conv.out_proj."
+    if sizes.kind == "mamba2":  # z, what goes through the convolution, and dt
+        name, borders = prefix + "mamba.in_proj.", (0, sizes.inner, sizes.inner + sizes.channels, sizes.width)
+        gate, *inputs = (MatrixRows(name, sizes.width, [range(*each)]) for each in pairwise(borders))
+        return [*inputs, gate], prefix + "mamba.out_proj."
+    block = prefix + "linear_attn."
+    return delta_pieces(sizes, source, block), block + "out_proj."
+
+
 def has_matrix(source: WeightSource, name: str) -> bool:
     """Whether there is a matrix of that name, in any format."""
     return any(source.has(name + part) for part in ("weight", "qweight", "weight_packed"))
@@ -75,23 +87,30 @@ def every(first: range, period: int, count: int) -> list[range]:
     return [range(first.start + number * period, first.stop + number * period) for number in range(count)]
 
 
+MODULES = {"convolution": "conv", "delta": "linear_attn", "mamba2": "mamba"}  # in a layer, by the kind of recurrence
+
+
 def read_recurrent(sizes: RecurrenceConfig, source: WeightSource, prefix: str, *, is_packed: bool) -> RecurrentWeights:
     """The weights of a layer, whose names begin so. A packed checkpoint has them as they are computed with."""
-    shapes = {
-        "convolution": (sizes.kernel, sizes.channels),
-        "decay": (sizes.num_heads,),
-        "dt_bias": (sizes.num_heads,),
-        "norm": (sizes.value_dim,),
+    heads, channels = (sizes.num_heads,), (sizes.channels,)
+    names: dict[str, tuple[str, tuple[int, ...]]] = {
+        "convolution": ("conv.weight" if sizes.kind == "convolution" else "conv1d.weight", (*channels, 1, sizes.kernel))
     }
-
-    def read(name: str, shape: tuple[int, ...]) -> Tensor:
-        return source.dense(prefix + name, shape, dtype=torch.float32)
-
-    if is_packed:
-        return RecurrentWeights(**{name: read("recurrent." + name, shape) for name, shape in shapes.items()})
-    return RecurrentWeights(
-        read("linear_attn.conv1d.weight", (sizes.channels, 1, sizes.kernel)).squeeze(1).T.contiguous(),
-        -torch.exp(read("linear_attn.A_log", shapes["decay"])),
-        read("linear_attn.dt_bias", shapes["dt_bias"]),
-        read("linear_attn.norm.weight", shapes["norm"]),
-    )
+    if sizes.has_state:
+        norm = sizes.value_dim if sizes.norm_group is None else sizes.inner
+        names |= {"decay": ("A_log", heads), "dt_bias": ("dt_bias", heads), "norm": ("norm.weight", (norm,))}
+    if sizes.kind == "mamba2":
+        names |= {"convolution_bias": ("conv1d.bias", channels), "skip": ("D", heads)}
+    start = prefix + ("recurrent." if is_packed else MODULES[sizes.kind] + ".")
+    found: dict[str, Tensor] = {}
+    for field, (name, shape) in names.items():
+        if is_packed:
+            shape = (sizes.kernel, *channels) if field == "convolution" else shape
+            found[field] = source.dense(start + field, shape, dtype=torch.float32)
+        elif field != "convolution_bias" or source.has(start + name):
+            found[field] = source.dense(start + name, shape, dtype=torch.float32)
+    if not is_packed:
+        found["convolution"] = found["convolution"].squeeze(1).T.contiguous()
+        if sizes.has_state:
+            found["decay"] = -torch.exp(found["decay"])
+    return RecurrentWeights(**found)

@@ -26,6 +26,35 @@ PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 # of a multimodal checkpoint's text part, in older files and newer ones
 TEXT_PREFIXES = ("language_model.model.", "model.language_model.", "model.text_model.")
 
+# by a part of a name that tells them: LFM 2's names, and those of Granite 4 with and without mixtures; with those of
+# most families
+OTHER_NAMES: dict[str, dict[str, str]] = {
+    "model.embedding_norm.": {
+        "model.embedding_norm.": "model.norm.",
+        ".operator_norm.": ".input_layernorm.",
+        ".ffn_norm.": ".post_attention_layernorm.",
+        ".self_attn.out_proj.": ".self_attn.o_proj.",
+        ".q_layernorm.": ".q_norm.",
+        ".k_layernorm.": ".k_norm.",
+        ".feed_forward.expert_bias": ".mlp.e_score_correction_bias",
+        ".feed_forward.": ".mlp.",
+        ".w1.": ".gate_proj.",
+        ".w2.": ".down_proj.",
+        ".w3.": ".up_proj.",
+    },
+    ".block_sparse_moe.router.": {
+        ".block_sparse_moe.input_linear.weight": ".mlp.experts.gate_up_proj",
+        ".block_sparse_moe.output_linear.weight": ".mlp.experts.down_proj",
+        ".block_sparse_moe.router.layer.": ".mlp.gate.",
+        ".shared_mlp.input_linear.": ".mlp.shared_experts.gate_up_proj.",
+        ".shared_mlp.output_linear.": ".mlp.shared_experts.down_proj.",
+    },
+    ".shared_mlp.": {
+        ".shared_mlp.input_linear.": ".mlp.gate_up_proj.",
+        ".shared_mlp.output_linear.": ".mlp.down_proj.",
+    },
+}
+
 # of the model without its head, as embedding models are published (Qwen 3 Embedding)
 BARE_EMBEDDING = "embed_tokens.weight"
 
@@ -50,6 +79,8 @@ class SafetensorsSource:
         self.device = device
         files = self._index()
         self._name_in_file = {name if has_own_names else _text_name(name): name for name in files}
+        if not has_own_names:
+            self._name_in_file = _with_common_names(self._name_in_file)
         if BARE_EMBEDDING in self._name_in_file and not has_own_names:
             self._name_in_file = {
                 name if name.startswith("lm_head.") else f"model.{name}": of_file
@@ -181,10 +212,19 @@ class SafetensorsSource:
     def has(self, name: str) -> bool:
         return name in self.file_by_name
 
-    def matrix(self, name: str, shape: tuple[int, int], rows: Sequence[range] | None = None) -> Matrix:
+    def matrix(
+        self, name: str, shape: tuple[int, int], rows: Sequence[range] | None = None, dtype: torch.dtype | None = None
+    ) -> Matrix:
+        """dtype: of a matrix that is dense in the file, another than the model's."""
         layer = StoredLayer(self, name, *shape, rows)
         if self.format is None or not self.format.holds(layer):
-            return Dense(self.dense(name + "weight", shape, rows))
+            return Dense(self.dense(name + "weight", shape, rows, dtype))
+        return self.matrix_of(layer)
+
+    def matrix_of(self, layer: StoredLayer) -> Matrix:
+        """The wanted rows of a quantized layer. Raises StartupError."""
+        if self.format is None:
+            raise layer.refuse("weight", "is quantized, and config.json has no quantization_config that says how")
         kept = self.format.matrix(layer)
         self.kept[kept.how] += 1
         return kept.matrix
@@ -244,3 +284,14 @@ def _text_name(name: str) -> str:
         if name.startswith(prefix):
             return "model." + name.removeprefix(prefix)
     return name.removeprefix("language_model.") if name.startswith("language_model.lm_head.") else name
+
+
+def _with_common_names(names: dict[str, str]) -> dict[str, str]:
+    """The names, and what they stand for, under those that most families have."""
+    table = next((table for sign, table in OTHER_NAMES.items() if any(sign in name for name in names)), {})
+    found = {}
+    for name, meaning in names.items():
+        for other, common in table.items():
+            name = name.replace(other, common)
+        found[name] = meaning
+    return found

@@ -6,7 +6,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import Gemma2Config, Gemma3TextConfig, GptOssConfig, Olmo2Config, Qwen2MoeConfig
+from transformers import (
+    Gemma2Config,
+    Gemma3TextConfig,
+    GptOssConfig,
+    Olmo2Config,
+    Qwen2MoeConfig,
+    Qwen3_5TextConfig,
+)
 
 from bench.gpu.models import check_model
 from bench.gpu.recordings import check_recordings
@@ -25,6 +32,14 @@ CONFIGS = {
     ),
     "gpt-oss": GptOssConfig(**SIZES, sliding_window=12, num_local_experts=3, num_experts_per_tok=2),
     "olmo2": Olmo2Config(**SIZES),
+    "qwen3-5": Qwen3_5TextConfig(
+        **SIZES | {"head_dim": 32},
+        layer_types=["linear_attention", "full_attention"],
+        linear_key_head_dim=8,
+        linear_value_head_dim=8,
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+    ),
     "qwen2-moe": Qwen2MoeConfig(
         **SIZES,
         num_experts=3,

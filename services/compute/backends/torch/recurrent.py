@@ -21,8 +21,9 @@ from services.compute.backends.host_memory import mapped_zeros
 from services.compute.backends.torch.reference import silu
 
 L2_EPS = 1e-6  # of the norms of q and k
-LARGEST_SIZE = 4096
+LARGEST_SIZE = 1 << 16
 LOG_LENGTH = 1  # tokens: the one whose row of logits decides the next may be computed again
+NUM_SCALARS = {"delta": 2, "mamba2": 1, "convolution": 0}  # of a head and a token, by kind
 LINEAR_FROM = 20.0  # softplus is x from here on, as in torch
 
 
@@ -32,7 +33,10 @@ class RecurrenceConfig:
 
     kind: `delta`, gated delta-net. A token's projected row is [q | k | v | b | a | z]: the convolution
     runs over q, k and v, b and a are the gates of the state, a number a head, and z is the gate of what
-    is read from it.
+    is read from it. `convolution`, a short convolution alone: of [B | C | x] it runs over B * x, which
+    the log has, and C multiplies the result. It is one head without a state, of value_dim channels.
+    `mamba2`: of [x | B | C | dt | z] it runs over x, B and C; heads of x are those of values, and groups
+    of B and C the heads of k and q.
     """
 
     kind: str
@@ -43,6 +47,9 @@ class RecurrenceConfig:
     kernel: int  # tokens that the convolution reads, this one included
     # the heads of values that share a key's stand num_key_heads apart, as in GGUF; else next to each other
     is_tiled: bool = False
+    norm_group: int | None = None  # columns of the result that share a mean square; None: a head's
+    is_gate_first: bool = False  # z multiplies before the norm, not behind it
+    step_limit: tuple[float, float] = (0.0, math.inf)  # of Mamba-2's dt
 
     def __post_init__(self) -> None:
         """Raises ValueError for what no model can be."""
@@ -62,17 +69,23 @@ class RecurrenceConfig:
 
     @property
     def channels(self) -> int:
-        """Columns of a projected row that go through the convolution."""
+        """Columns that go through the convolution."""
+        if not self.has_state:
+            return self.value_dim
         return 2 * self.num_key_heads * self.key_dim + self.num_heads * self.value_dim
 
     @property
     def logged(self) -> int:
-        """Columns of a projected row that the log keeps: the first ones."""
-        return self.channels + 2 * self.num_heads
+        """Columns that the log keeps: of a projected row with a state, the first ones."""
+        return self.channels + NUM_SCALARS[self.kind] * self.num_heads
+
+    @property
+    def has_state(self) -> bool:
+        return self.kind != "convolution"
 
     @property
     def state_shape(self) -> tuple[int, int, int]:
-        return self.num_heads, self.key_dim, self.value_dim
+        return (self.num_heads, self.key_dim, self.value_dim) if self.has_state else (0, 0, 0)
 
     @property
     def ring(self) -> int:
@@ -91,7 +104,7 @@ class RecurrenceConfig:
     @property
     def width(self) -> int:
         """Columns of a projected row."""
-        return self.logged + self.inner
+        return self.logged + self.inner if self.has_state else 3 * self.value_dim
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,9 +112,13 @@ class RecurrentWeights:
     """The weights of a recurrent layer in addition to its projections, float32."""
 
     convolution: Tensor  # [kernel, channels]: the last tap is the token's own
-    decay: Tensor  # [heads]: rates, negative
-    dt_bias: Tensor  # [heads]
-    norm: Tensor  # [value_dim]
+    # None: the recurrence has no state
+    decay: Tensor | None = None  # [heads]: rates, negative
+    dt_bias: Tensor | None = None  # [heads]
+    norm: Tensor | None = None  # [norm_group], or of all columns
+    # None: there is none
+    convolution_bias: Tensor | None = None  # [channels]
+    skip: Tensor | None = None  # [heads]: multiplies x, which is added to what is read
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,31 +251,62 @@ class TorchRecurrence:
         norm. Returns [T, inner], in projected's dtype."""
         config, ring = self.config, cache.inputs.shape[1]
         new = projected[:, : config.logged]
+        if not config.has_state:
+            b, c, x = (each.float() for each in projected.chunk(3, 1))
+            new = (b * x).to(projected.dtype)
         slots, positions = states.kept
         zeros = new.new_zeros(1, config.logged)
         inputs = torch.cat([zeros, cache.inputs[slots, positions % ring], new])[states.arranged]
         tokens, slots, positions = states.written
         cache.inputs[slots, positions % ring] = new[tokens]
-        convolved = silu(convolve(inputs[:, : config.channels], states.windows, weights.convolution))
+        convolved = convolve(inputs[:, : config.channels], states.windows, weights)
+        if not config.has_state:
+            return (c * convolved[states.results]).to(projected.dtype)
         own = inputs[states.windows + config.kernel - 1, config.channels :].float()
-        read = self._scan(*self._split(convolved, own, weights), cache, states)[states.results]
-        normed = read * torch.rsqrt(tree_sum(read * read, -1)[..., None] / config.value_dim + eps) * weights.norm
-        gate = projected[:, config.logged :].float().view_as(read)
-        return (normed * silu(gate)).flatten(1).to(projected.dtype)
+        split = self._split_delta if config.kind == "delta" else self._split_mamba2
+        q, k, v, share, stays = split(silu(convolved), own, weights)
+        read = self._scan(q, k, v, share, stays, cache, states)[states.results]
+        if weights.skip is not None:
+            read = read + weights.skip[:, None] * v[states.results]
+        gate = silu(projected[:, config.logged :].float())
+        return self._norm(read.flatten(1), gate, weights, eps).to(projected.dtype)
 
-    def _split(
+    def _split_delta(
         self, convolved: Tensor, scalars: Tensor, weights: RecurrentWeights
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         """q, k and v of each head, [tokens, heads, dim], the share of what is new in a state, and the share
         that stays, [tokens, heads]. scalars: [tokens, 2 * heads], b and a."""
         config = self.config
+        assert weights.decay is not None and weights.dt_bias is not None
         size = config.num_key_heads * config.key_dim
-        q, k, v = torch.split(convolved, [size, size, config.num_heads * config.value_dim], 1)
+        q, k, v = torch.split(convolved, [size, size, config.inner], 1)
         q, k = (self._of_heads(unit(each.view(-1, config.num_key_heads, config.key_dim))) for each in (q, k))
         b, a = scalars.chunk(2, 1)
         stays = torch.exp(weights.decay * softplus(a + weights.dt_bias))
         v = v.view(-1, config.num_heads, config.value_dim)
         return q * config.key_dim**-0.5, k, v, 1.0 / (1.0 + torch.exp(-b)), stays
+
+    def _split_mamba2(
+        self, convolved: Tensor, scalars: Tensor, weights: RecurrentWeights
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """The same of Mamba-2: C, B and x, dt, and what stays of a state. scalars: [tokens, heads], dt."""
+        config = self.config
+        assert weights.decay is not None and weights.dt_bias is not None
+        size = config.num_key_heads * config.key_dim
+        x, b, c = torch.split(convolved, [config.inner, size, size], 1)
+        b, c = (self._of_heads(each.view(-1, config.num_key_heads, config.key_dim)) for each in (b, c))
+        step = softplus(scalars + weights.dt_bias).clamp(*config.step_limit)
+        return c, b, x.view(-1, config.num_heads, config.value_dim), step, torch.exp(weights.decay * step)
+
+    def _norm(self, read: Tensor, gate: Tensor, weights: RecurrentWeights, eps: float) -> Tensor:
+        """The gated norm. read, gate: [T, inner]; without a norm the gate multiplies alone."""
+        if weights.norm is None:
+            return read * gate
+        read = read * gate if self.config.is_gate_first else read
+        groups = read.view(len(read), -1, self.config.norm_group or self.config.value_dim)
+        means = tree_sum(groups * groups, -1)[..., None] / groups.shape[-1]
+        normed = (groups * torch.rsqrt(means + eps) * weights.norm.view(-1, groups.shape[-1])).flatten(1)
+        return normed if self.config.is_gate_first else normed * gate
 
     def _of_heads(self, x: Tensor) -> Tensor:
         """The key of each head of values. x: [tokens, num_key_heads, key_dim]."""
@@ -268,15 +316,17 @@ class TorchRecurrence:
     def _scan(
         self, q: Tensor, k: Tensor, v: Tensor, share: Tensor, stays: Tensor, cache: StateLayer, plan: TorchStatePlan
     ) -> Tensor:
-        """The gated delta rule, token by token (Yang et al. 2025, "Gated Delta Networks", section 3.1). Returns
-        what each token reads, [tokens, heads, value_dim]."""
+        """The gated delta rule, token by token (Yang et al. 2025, "Gated Delta Networks", section 3.1); Mamba-2's
+        leaves out what a key reads before (Dao and Gu 2024, "Transformers are SSMs", equation 16). Returns what
+        each token reads, [tokens, heads, value_dim]."""
         state = cache.state[plan.slots].masked_fill_(plan.is_new, 0.0)
         read = torch.empty_like(v)
         for at, count in enumerate(plan.active):
             tokens, some = plan.firsts[:count] + at, state[:count]
             some *= stays[tokens][..., None, None]
             keys = k[tokens][..., None]
-            change = share[tokens][..., None] * (v[tokens] - tree_sum(some * keys, -2))
+            known = tree_sum(some * keys, -2) if self.config.kind == "delta" else 0.0
+            change = share[tokens][..., None] * (v[tokens] - known)
             some += keys * change[..., None, :]
             read[tokens] = tree_sum(some * q[tokens][..., None], -2)
             if at + 1 in plan.stored:
@@ -285,13 +335,13 @@ class TorchRecurrence:
         return read
 
 
-def convolve(inputs: Tensor, windows: Tensor, weight: Tensor) -> Tensor:
+def convolve(inputs: Tensor, windows: Tensor, weights: RecurrentWeights) -> Tensor:
     """The causal convolution of each channel. inputs: [rows, channels]; windows: [tokens] int64, the first row
-    that each token reads; weight: [kernel, channels]. Returns [tokens, channels] float32."""
-    total = inputs[windows].float() * weight[0]
-    for tap in range(1, len(weight)):
-        total = total + inputs[windows + tap].float() * weight[tap]
-    return total
+    that each token reads. Returns [tokens, channels] float32."""
+    total = inputs[windows].float() * weights.convolution[0]
+    for tap in range(1, len(weights.convolution)):
+        total = total + inputs[windows + tap].float() * weights.convolution[tap]
+    return total if weights.convolution_bias is None else total + weights.convolution_bias
 
 
 def unit(x: Tensor) -> Tensor:
