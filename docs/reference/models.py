@@ -72,7 +72,7 @@ def listed() -> list[tuple[str, str, str, dict[str, str], str]]:
             text,
             " or ".join(ways),
             {
-                word: " (library)" if "native" in ways and word in LIBRARY_FAMILIES else ""
+                word: " (library)" if "native" in ways and word in LIBRARY_FAMILIES and not family.is_native else ""
                 for word, family in sorted(FAMILIES.items())
                 if name in (family.architecture, *family.others)
             },

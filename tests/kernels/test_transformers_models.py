@@ -262,7 +262,7 @@ def test_states_take_memory_before_the_cache_and_bound_the_places(
     with pytest.raises(StartupError, match="--max-num-seqs 201: the states of as many sequences take"):
         build(max_num_seqs=201)
     states = "beside the weights, .*iB for the states of --max-num-seqs sequences and .*iB to work in"
-    with pytest.raises(StartupError, match=f"only .*iB are free {states}"):
+    with pytest.raises(StartupError, match=f"only .*B are free {states}"):
         build(max_num_seqs=100, kv_cache_memory=free)
     with pytest.raises(StartupError, match=f"would have 0 bytes {states}; .* or lower --max-num-seqs"):
         build(max_num_seqs=200)
