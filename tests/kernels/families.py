@@ -101,10 +101,10 @@ MIXTURE: dict[str, Any] = {"num_experts_per_tok": 3, "moe_intermediate_size": 40
 GEMMA: dict[str, Any] = SIZES | {"head_dim": 32, "sliding_window": 24, "query_pre_attn_scalar": 20}
 
 GATED_DELTA_NET: dict[str, Any] = {
-    "head_dim": 32,
+    "head_dim": 128,
     "layer_types": ["linear_attention", "linear_attention", "full_attention"],
     "linear_key_head_dim": 16,
-    "linear_value_head_dim": 24,
+    "linear_value_head_dim": 32,
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 6,
     "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25},
@@ -118,7 +118,10 @@ HYBRIDS: dict[str, PretrainedConfig] = {
         **GATED_DELTA_NET,
         **GATED_MIXTURE,
     ),
-    "qwen3-next": Qwen3NextConfig(**SIZES, **GATED_DELTA_NET, **GATED_MIXTURE, mlp_only_layers=[1]),
+    # of sizes that the native kernels do not know
+    "qwen3-next": Qwen3NextConfig(
+        **SIZES, **GATED_DELTA_NET | {"head_dim": 32, "linear_value_head_dim": 24}, **GATED_MIXTURE, mlp_only_layers=[1]
+    ),
     "granite4-h": GraniteMoeHybridConfig(
         **SIZES,
         layer_types=["mamba", "attention", "mamba"],

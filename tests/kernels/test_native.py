@@ -351,6 +351,36 @@ def test_attention(
             assert torch.equal(alone[0], found[row])
 
 
+@pytest.mark.parametrize("group", [0, 32])
+def test_gated_attention(group: int) -> None:
+    """Attention without the gate, times the gate's sigmoid: of a step of several sequences, and of a row
+    alone.
+    """
+    plain, tokens = Heads(6, 2, 256, 64), 37
+    gated = Heads(6, 2, 256, 64, has_gate=True)
+    qkv, gate = randn(tokens, 10 * 256, seed=1), randn(tokens, 6 * 256, seed=2, scale=4.0)
+    angles = torch.rand(tokens, 32, generator=torch.Generator().manual_seed(1)) * 6
+    rotary_tables = angles.cos(), angles.sin()
+    row_size = kv_row_size(256, group) if group else 256
+    kv = torch.zeros(2, 4, 2, 16, row_size, dtype=torch.uint8 if group else torch.bfloat16)
+
+    def run(heads: Heads, rows: torch.Tensor, kv: torch.Tensor, first: int = 0) -> torch.Tensor:
+        attention, count = native_backend().make_attention(heads), len(rows)
+        lens, ends = ([20, count - 20], [20, count - 20]) if count > 1 else ([1], [first - 19])
+        of_second = (2, 3)
+        slots = torch.tensor([at if at < 20 else 32 + at - 20 for at in range(first, first + count)])
+        ropes = (tuple(table[first : first + count] for table in rotary_tables),)
+        inputs = AttentionInputs(lens, ends, [(0, 1), of_second] if count > 1 else [of_second], slots, ropes)
+        plan = attention.plan(inputs, 16)
+        return attention(rows.clone(), kv, plan, window=None, norms=(None, None), eps=EPS).clone()
+
+    native = to_slabs(kv, 256)
+    expected = run(plain, qkv, native.clone()).double() * gate.double().sigmoid()
+    found = run(gated, torch.cat([qkv, gate], 1), native)
+    assert error(found, expected) < 4e-3
+    assert torch.equal(run(gated, torch.cat([qkv, gate], 1)[-1:], native, tokens - 1), found[-1:])
+
+
 @pytest.mark.parametrize("quantization", MODES)
 def test_a_nan_of_a_row_is_all_that_comes_of_it(quantization: str) -> None:
     """Gated, and then down: of the row as it comes, and of what is between. Others stay numbers."""

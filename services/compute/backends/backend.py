@@ -163,6 +163,7 @@ class Wiring:
     has_post_norms: bool
     windows: Sequence[int | None]
     ropes: Sequence[int]
+    recurrence: Recurrence | None = None  # of the layers that have one
 
     @property
     def adds_in_layers(self) -> bool:
@@ -337,6 +338,7 @@ class LargestStep:
     num_tokens: int
     num_logits: int
     max_model_len: int
+    recurrence: Recurrence | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -122,6 +122,7 @@ class Decoder:
             config.has_post_norms,
             config.sliding_windows,
             config.rope_of_layer,
+            self.recurrence,
         )
         # layers whose parts come one after the other are called one by one
         self.stack = None if shards is not None else backend.stack(weights.layers, self.attention, self.wiring, cut)
@@ -337,6 +338,7 @@ class Decoder:
             num_tokens,
             num_logits,
             max_model_len,
+            self.recurrence,
         )
         return self.backend.workspace(step)
 

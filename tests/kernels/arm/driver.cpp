@@ -135,7 +135,7 @@ struct Made {
 };
 
 void show_linear(Context* context) {
-  const auto linear = find<void(Context*, const Weight*, const uint16_t*, const uint16_t*, float, int64_t, const uint16_t*, uint16_t*, float*)>("linear");
+  const auto linear = find<void(Context*, const Weight*, const uint16_t*, const uint16_t*, float, int64_t, const uint16_t*, uint16_t*, float*, int64_t)>("linear");
   const auto mlp = find<void(Context*, const Weight*, const Weight*, const uint16_t*, const uint16_t*, float, int64_t, const uint16_t*, uint16_t*)>("mlp");
   struct Form {
     const char* name;
@@ -158,9 +158,9 @@ void show_linear(Context* context) {
       std::vector<uint16_t> out(rows * n), hidden(rows * k);
       std::vector<float> wide(rows * n);
       const std::string name = std::string(form.name) + " rows=" + std::to_string(rows);
-      linear(context, &plain.weight, x.data(), norm.data(), 1e-5f, rows, residual.data(), out.data(), nullptr);
+      linear(context, &plain.weight, x.data(), norm.data(), 1e-5f, rows, residual.data(), out.data(), nullptr, 0);
       show("linear " + name, out.data(), rows * n * 2);
-      linear(context, &plain.weight, x.data(), nullptr, 0.0f, rows, nullptr, nullptr, wide.data());
+      linear(context, &plain.weight, x.data(), nullptr, 0.0f, rows, nullptr, nullptr, wide.data(), 0);
       show("logits " + name, wide.data(), rows * n * 4);
       mlp(context, &gated.weight, &down.weight, x.data(), norm.data(), 1e-5f, rows, x.data(), hidden.data());
       show("mlp " + name, hidden.data(), rows * k * 2);
@@ -183,18 +183,23 @@ void show_attention(Context* context) {
     for (int64_t i = 0; i < width; ++i) table[i] = (i * 37 + 5) % num_blocks;
     int64_t context_len = 0;
     for (const int64_t tokens : {1250, 1, 2, 3, 7, 20, 1}) {
-      const int64_t stride = (num_heads + 2 * num_kv_heads) * dim;
+      const int64_t stride = (2 * num_heads + 2 * num_kv_heads) * dim, gate_column = each.window > 0 ? stride - num_heads * dim : 0;
       auto qkv = filled<uint16_t>(tokens * stride, random_bf16);
       const auto norm = filled<uint16_t>(dim, random_bf16);
       const auto cosines = filled<float>(tokens * dim / 2, random_float), sines = filled<float>(tokens * dim / 2, random_float);
       std::vector<int64_t> slots(tokens);
       for (int64_t i = 0; i < tokens; ++i) slots[i] = table[(context_len + i) / block_size] * block_size + (context_len + i) % block_size;
-      const Rotation rotation = {qkv.data(), cosines.data(), sines.data(), norm.data(), nullptr, 1e-6f, slots.data(), cache, tokens, num_heads, dim, dim, 0};
+      const Rotation rotation = {qkv.data(), stride, cosines.data(), sines.data(), norm.data(), nullptr, 1e-6f, slots.data(), cache, tokens, num_heads, dim, dim, 0};
       find<void(Context*, const Rotation*)>("rotate_and_write")(context, &rotation);
       context_len += tokens;
       const int64_t starts[2] = {0, tokens};
       std::vector<uint16_t> out(tokens * num_heads * dim);
-      const Attention attention = {qkv.data(), stride, cache, starts, &context_len, table.data(), 1, width, num_heads, dim, each.window, 0.125f, each.cap, out.data(), nullptr};
+      Attention attention = {};
+      attention.queries = qkv.data(), attention.query_stride = stride, attention.gate_column = gate_column, attention.cache = cache;
+      attention.query_starts = starts, attention.context_lens = &context_len, attention.block_tables = table.data();
+      attention.num_sequences = 1, attention.table_width = width, attention.num_heads = num_heads, attention.head_dim = dim;
+      attention.sharing = num_heads / num_kv_heads, attention.window = each.window, attention.scale = 0.125f, attention.cap = each.cap;
+      attention.out = out.data(), attention.out_stride = num_heads * dim;
       find<void(Context*, const Attention*)>("attention")(context, &attention);
       const std::string name = "dim=" + std::to_string(dim) + " group=" + std::to_string(each.group) + " window=" + std::to_string(each.window) + " tokens=" + std::to_string(tokens);
       show("queries " + name, qkv.data(), tokens * stride * 2);
@@ -202,6 +207,43 @@ void show_attention(Context* context) {
     }
     show("keys", keys.data, num_blocks * num_kv_heads * block_size * row_bytes);
     show("values", values.data, num_blocks * num_kv_heads * block_size * row_bytes);
+  }
+}
+
+void show_recurrence(Context* context) {
+  struct Case {
+    const char* name;
+    RecurrenceKind kind;
+    int64_t num_heads, num_key_heads, key_dim, value_dim, norm_group;
+  };
+  for (const Case& each : {Case{"delta", kDelta, 4, 2, 64, 96, 96}, Case{"channel delta", kChannelDelta, 2, 2, 32, 80, 80}, Case{"mamba2", kMamba2, 4, 1, 48, 64, 256},
+                           Case{"convolution", kConvolution, 1, 1, 16, 112, 112}}) {
+    Recurrence r = {};
+    r.kind = each.kind, r.num_heads = each.num_heads, r.num_key_heads = each.num_key_heads, r.key_dim = each.key_dim, r.value_dim = each.value_dim, r.kernel = 4;
+    r.norm_group = r.norm_width = each.norm_group, r.is_gated_first = each.kind == kMamba2, r.has_sigmoid_gate = each.kind == kChannelDelta;
+    r.most_step = 10.0f, r.eps = 1e-6f;
+    const int64_t ring = 6, of_state = r.num_heads * r.key_dim * r.value_dim;
+    std::vector<float> states(of_state);
+    std::vector<uint16_t> inputs(ring * r.logged());
+    const auto taps = filled<float>(4 * r.channels(), random_float), bias = filled<float>(r.channels(), random_float), skip = filled<float>(r.num_heads, random_float);
+    const auto decay = filled<float>(r.num_heads, [] { return -std::fabs(random_float()); });
+    const auto step_bias = filled<float>(r.num_heads * r.key_dim, random_float), norm = filled<float>(r.norm_group, random_float);
+    r.layer = {states.data(), inputs.data(), ring, taps.data(), bias.data(), decay.data(), step_bias.data(), each.kind == kMamba2 ? skip.data() : nullptr, norm.data()};
+    // all but the last token of a step are folded
+    const int64_t slot = 0;
+    int64_t start = 0, num_folded = 0;
+    for (const int64_t tokens : {90, 1, 3}) {
+      const int64_t starts[2] = {0, tokens}, fold_to = start + tokens - 1;
+      const auto projected = filled<uint16_t>(tokens * r.width(), random_bf16);
+      std::vector<uint16_t> out(tokens * r.num_heads * r.value_dim);
+      r.query_starts = starts, r.starts = &start, r.slots = &slot, r.num_folded = &num_folded, r.fold_to = &fold_to, r.num_sequences = 1;
+      r.projected = projected.data(), r.out = out.data(), r.out_stride = r.num_heads * r.value_dim;
+      find<void(Context*, const Recurrence*)>("recurrence")(context, &r);
+      show(std::string(each.name) + " tokens=" + std::to_string(tokens), out.data(), static_cast<int64_t>(out.size()) * 2);
+      start += tokens, num_folded = fold_to;
+    }
+    show(std::string(each.name) + " states", states.data(), of_state * 4);
+    show(std::string(each.name) + " inputs", inputs.data(), static_cast<int64_t>(inputs.size()) * 2);
   }
 }
 
@@ -247,5 +289,6 @@ int main(int count, char** arguments) {
   if (context == nullptr) return std::printf("this machine has no %s\n", arguments[2]), 1;
   show_linear(context);
   show_attention(context);
+  show_recurrence(context);
   show_search(context);
 }

@@ -217,10 +217,12 @@ inline void add_values(const Word* weights, int64_t rows, int64_t dim, const pen
 
 #include "gemm.inc"
 #include "attention.inc"
+#include "recurrence.inc"
 #include "reduction.inc"
 
 namespace penstock {
 const Kernels kAmx = {"amx", 0, gemm_workspace, gemm, to_bf16, to_int8, tiles_to_int8, sum_groups, add_rows,
                       attention_workspace, attention_most_workspace, attention, rotate_and_write,
+                      recurrence_workspace, recurrence,
                       finish_logits, find_largest, sum_masses};
 }

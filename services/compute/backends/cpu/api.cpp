@@ -66,7 +66,7 @@ struct Room {
 struct Context {
   const Kernels& kernels;
   std::deque<Room> rooms;
-  Workspace partials;
+  Workspace partials, pieces;  // of attention and searches; of recurrences
 };
 
 namespace {
@@ -75,6 +75,8 @@ namespace {
 float* take_partials(Context& context, int64_t rows, int64_t vocab) {
   return reinterpret_cast<float*>(context.partials.take(rows * (vocab / kChunk + 1) * 4));
 }
+
+void* take_pieces(Context& context, const Recurrence& recurrence) { return context.pieces.take(context.kernels.recurrence_workspace(recurrence)); }
 
 }  // namespace
 }  // namespace penstock
@@ -99,7 +101,7 @@ int64_t penstock_size_of(const char* structure) {
       {"Weight", sizeof(Weight)},     {"CacheRows", sizeof(CacheRows)}, {"Attention", sizeof(Attention)}, {"Rotation", sizeof(Rotation)},
       {"Addition", sizeof(Addition)}, {"Largest", sizeof(Largest)},     {"Masses", sizeof(Masses)},
       {"Norms", sizeof(Norms)},       {"Layer", sizeof(Layer)},         {"Layers", sizeof(Layers)},       {"Draws", sizeof(Draws)},
-      {"Group", sizeof(Group)},
+      {"Group", sizeof(Group)},       {"Recurrence", sizeof(Recurrence)}, {"RecurrentLayer", sizeof(RecurrentLayer)},
   };
   for (const auto& each : kSizes) {
     if (std::strcmp(each.name, structure) == 0) return each.size;
@@ -111,7 +113,7 @@ int64_t penstock_size_of(const char* structure) {
 // not have it. One thread at a time uses a context.
 Context* penstock_open(const char* name) {
   const Kernels* kernels = find_kernels(name);
-  return kernels != nullptr ? new Context{*kernels, {}, {}} : nullptr;
+  return kernels != nullptr ? new Context{*kernels, {}, {}, {}} : nullptr;
 }
 
 void penstock_close(Context* context) { delete context; }
@@ -120,7 +122,7 @@ const char* penstock_instruction_set(const Context* context) { return context->k
 
 // The size of the workspaces now.
 int64_t penstock_workspace_bytes(const Context* context) {
-  int64_t bytes = context->partials.size();
+  int64_t bytes = context->partials.size() + context->pieces.size();
   for (const Room& room : context->rooms) {
     for (const Workspace* each :
          {&room.activations, &room.scales, &room.group_sums, &room.group_shifts, &room.group_totals, &room.hidden, &room.gates, &room.unpacked}) {
@@ -137,6 +139,9 @@ void penstock_reserve(Context* context, const Weight* weight, int64_t rows) { re
 void penstock_reserve_attention(Context* context, const Attention* attention) {
   context->partials.take(context->kernels.attention_most_workspace(*attention));
 }
+
+// The same for recurrences of such a step.
+void penstock_reserve_recurrence(Context* context, const Recurrence* recurrence) { take_pieces(*context, *recurrence); }
 
 // The same for a search through such logits.
 void penstock_reserve_search(Context* context, int64_t rows, int64_t vocab) { take_partials(*context, rows, vocab); }
@@ -262,6 +267,14 @@ void penstock_attention(Context* context, const Attention* attention) {
   context->kernels.attention(a);
 }
 
+// The results of a recurrent layer's projected rows, and what its next step needs of them; workspace is found here.
+void penstock_recurrence(Context* context, const Recurrence* recurrence) {
+  Recurrence r = *recurrence;
+  r.workspace = take_pieces(*context, r);
+#pragma omp parallel
+  context->kernels.recurrence(r);
+}
+
 void penstock_rotate_and_write(Context* context, const Rotation* rotation) {
 #pragma omp parallel
   context->kernels.rotate_and_write(*rotation);
@@ -275,7 +288,8 @@ void penstock_run_layers(Context* context, const Layers* layers) {
     for (const Weight* each : {l.layers[number].qkv, l.layers[number].output, l.layers[number].gate_up, l.layers[number].down}) {
       if (each != nullptr) reserve(*context, *each, l.rotation.tokens);
     }
-    if (l.layers[number].qkv == nullptr) continue;
+    if (l.layers[number].recurrent.inputs != nullptr) l.recurrence.workspace = take_pieces(*context, l.recurrence);
+    if (l.layers[number].qkv == nullptr || l.layers[number].recurrent.inputs != nullptr) continue;
     l.attention.cache = l.layers[number].cache;
     l.attention.workspace = context->partials.take(context->kernels.attention_workspace(l.attention));
   }

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from services.compute.backends.buffers import Buffers
 from services.compute.backends.cpu.library import AttentionArguments, CacheRows, NativeContext, Rotation, pointer
-from services.compute.backends.torch.attention import AttentionInputs, CosSin, Heads, gate_heads, split_gate
+from services.compute.backends.torch.attention import AttentionInputs, CosSin, Heads
 from services.compute.backends.torch.reference import Scores, kv_group
 
 
@@ -63,6 +63,7 @@ class NativeAttention:
             block_tables=tables.data_ptr(),
             block_lens=pointer(lens),
             last_seen=pointer(last_seen),
+            gate_column=(heads.num_heads + 2 * heads.num_kv_heads) * heads.head_dim if heads.has_gate else 0,
             num_sequences=len(contexts),
             table_width=width,
             num_heads=heads.num_heads,
@@ -100,16 +101,16 @@ class NativeAttention:
         sinks: Tensor | None = None,
     ) -> Tensor:
         rotation, attention = plan.rotation, plan.attention
-        qkv, gate = split_gate(qkv, self.heads)
         rotation.qkv = attention.queries = qkv.data_ptr()
         rotation.cache = attention.cache = cache_rows(kv, self.heads.head_dim)
         rotation.cosines, rotation.sines = (each.data_ptr() for each in plan.ropes[rope])
         rotation.q_norm, rotation.k_norm, rotation.eps = pointer(norms[0]), pointer(norms[1]), eps
         rotation.is_norm_joint = is_joint(norms[0], self.heads.head_dim)
-        attention.query_stride, attention.window, attention.sinks = qkv.shape[1], window or 0, pointer(sinks)
+        rotation.stride = attention.query_stride = qkv.shape[1]
+        attention.window, attention.sinks = window or 0, pointer(sinks)
         self.context.rotate_and_write(ctypes.byref(rotation))
         self.context.attention(ctypes.byref(attention))
-        return plan.out if gate is None else gate_heads(plan.out, gate)
+        return plan.out
 
 
 def cache_rows(kv: Tensor, head_dim: int) -> CacheRows:

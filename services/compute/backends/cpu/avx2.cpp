@@ -35,10 +35,12 @@ inline __m256i dot_bytes(__m256i sums, __m256i weights, __m256i x) {
 
 #include "gemm.inc"
 #include "attention.inc"
+#include "recurrence.inc"
 #include "reduction.inc"
 
 namespace penstock {
 const Kernels kAvx2 = {"avx2", kFlip, gemm_workspace, gemm, to_bf16, to_int8, tiles_to_int8, sum_groups, add_rows,
                       attention_workspace, attention_most_workspace, attention, rotate_and_write,
+                      recurrence_workspace, recurrence,
                       finish_logits, find_largest, sum_masses};
 }

@@ -24,10 +24,12 @@ constexpr bool kAsksByRows = true;  // for the weights that are needed soon
 
 #include "gemm.inc"
 #include "attention.inc"
+#include "recurrence.inc"
 #include "reduction.inc"
 
 namespace penstock {
 const Kernels kAvx512Vnni = {"avx512vnni", -128, gemm_workspace, gemm, to_bf16, to_int8, tiles_to_int8, sum_groups, add_rows,
                       attention_workspace, attention_most_workspace, attention, rotate_and_write,
+                      recurrence_workspace, recurrence,
                       finish_logits, find_largest, sum_masses};
 }

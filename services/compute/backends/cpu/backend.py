@@ -6,18 +6,27 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from services.compute.backends.backend import Attention, LargestStep, LayerWeights, Linear, Wiring, Workspace
+from services.compute.backends.backend import (
+    Attention,
+    LargestStep,
+    LayerWeights,
+    Linear,
+    Recurrence,
+    Wiring,
+    Workspace,
+)
 from services.compute.backends.cpu.attention import NativeAttention
 from services.compute.backends.cpu.build import source_id
 from services.compute.backends.cpu.library import NativeContext
 from services.compute.backends.cpu.linear import NativeLinear, NativeMlp, is_packable, pack_linear, restore_linear
+from services.compute.backends.cpu.recurrent import NativeRecurrence, is_supported
 from services.compute.backends.cpu.row_math import NativeRowMath, NativeRowSearch
 from services.compute.backends.cpu.stack import NativeStack
 from services.compute.backends.gathered import GatheredMlp
 from services.compute.backends.matrix import Joined, Matrix
 from services.compute.backends.torch.attention import AttentionInputs, Heads
 from services.compute.backends.torch.backend import TorchBackend
-from services.compute.backends.torch.recurrent import RecurrenceConfig, TorchRecurrence
+from services.compute.backends.torch.recurrent import RecurrenceConfig
 from services.compute.backends.torch.reference import Scores
 from services.compute.ranks.parallel.ranks import Cut
 
@@ -106,15 +115,18 @@ class CpuBackend:
             else self.torch.make_attention(heads, scores)
         )
 
-    def make_recurrence(self, config: RecurrenceConfig) -> TorchRecurrence:
-        return self.torch.make_recurrence(config)
+    def make_recurrence(self, config: RecurrenceConfig) -> Recurrence:
+        return (
+            NativeRecurrence(self.context, self.buffers, config)
+            if is_supported(config)
+            else self.torch.make_recurrence(config)
+        )
 
     def stack(
         self, layers: Sequence[LayerWeights], attention: Attention, wiring: Wiring, cut: Cut | None = None
     ) -> NativeStack | None:
-        if not isinstance(attention, NativeAttention) or not all(
-            isinstance(layer.mlp, NativeMlp | GatheredMlp) and layer.recurrent is None for layer in layers
-        ):
+        is_native = isinstance(attention, NativeAttention) and isinstance(wiring.recurrence, NativeRecurrence | None)
+        if not is_native or not all(isinstance(layer.mlp, NativeMlp | GatheredMlp) for layer in layers):
             return None
         return NativeStack(self.context, self.buffers, layers, wiring, cut)
 
@@ -143,6 +155,8 @@ class CpuBackend:
             logits = step.num_logits * step.head.num_outputs * 4
         if isinstance(step.attention, NativeAttention):
             self._reserve_attention(step.attention, step.num_tokens, step.max_model_len)
+        if isinstance(step.recurrence, NativeRecurrence):
+            step.recurrence.reserve(step.num_tokens)
         if step.stack is not None:
             step.stack.reserve(step.num_tokens)
         return Workspace(self.context.workspace_bytes() + self.buffers.num_bytes, logits)

@@ -60,10 +60,12 @@ using Products = std::conditional_t<kRows == 1, Dots<1>, Matrices<kRows == 1 ? 2
 
 #include "gemm.inc"
 #include "attention.inc"
+#include "recurrence.inc"
 #include "reduction.inc"
 
 namespace penstock {
 const Kernels kI8mm = {"i8mm", kFlip, gemm_workspace, gemm, to_bf16, to_int8, tiles_to_int8, sum_groups, add_rows,
                       attention_workspace, attention_most_workspace, attention, rotate_and_write,
+                      recurrence_workspace, recurrence,
                       finish_logits, find_largest, sum_masses};
 }

@@ -140,6 +140,7 @@ struct Attention {
   // bf16 [tokens][query_stride], of which the first num_heads * head_dim are q
   const uint16_t* queries;
   int64_t query_stride;
+  int64_t gate_column;  // of those rows, from where on as many numbers are, by whose sigmoid the result is multiplied; 0: none
   CacheRows cache;
   const int64_t* query_starts;     // [num_sequences + 1]: where each sequence's tokens begin
   const int64_t* context_lens;     // [num_sequences]: tokens in the cache, the step's included
@@ -162,8 +163,9 @@ struct Attention {
 
 // Norms and rotates a step's q and k, and writes k and v to the cache.
 struct Rotation {
-  // bf16 [tokens][(num_heads + 2 * num_kv_heads) * head_dim]; q is changed in place
+  // bf16 [tokens][stride], of which (num_heads + 2 * num_kv_heads) * head_dim are q, k and v; q is changed in place
   uint16_t* qkv;
+  int64_t stride;
   const float *cosines, *sines;   // [tokens][rotary_dim / 2]
   // [head_dim], or [heads * head_dim] if the norm is joint; or null
   const uint16_t *q_norm, *k_norm;
@@ -173,6 +175,54 @@ struct Rotation {
   int64_t tokens, num_heads, head_dim;
   int64_t rotary_dim;     // a multiple of 32; dimensions from there on are not rotated
   int64_t is_norm_joint;  // the norm is over all heads of q, and of k, not over each
+};
+
+// The recurrent layers of a model: recurrence.inc has their formulas.
+enum RecurrenceKind : int64_t { kDelta = 0, kChannelDelta = 1, kMamba2 = 2, kConvolution = 3 };
+
+// A recurrent layer's own. Weights are float32; heads are those of values.
+struct RecurrentLayer {
+  float* states;      // [slots][num_heads][key_dim][value_dim]; null: the kind has none
+  uint16_t* inputs;   // bf16 [slots][ring][logged()]: of a sequence's last tokens, each at position % ring
+  int64_t ring;
+  const float* convolution;       // [kernel][channels()]: the last tap is the token's own
+  const float* convolution_bias;  // [channels()] or null
+  const float* decay;             // [num_heads]: rates, negative
+  const float* step_bias;         // [num_heads], with a decay by channel [num_heads][key_dim]
+  const float* skip;              // kMamba2: D, [num_heads]; or null
+  const float* norm;              // [norm_width] or null: the results are gated only
+};
+
+// What is in the place of attention in a recurrent layer, of a step.
+struct Recurrence {
+  int64_t kind;                      // RecurrenceKind
+  int64_t num_heads, num_key_heads;  // kConvolution: 1 each
+  int64_t is_tiled;                  // a key head's values are num_key_heads apart; else they are neighbours
+  int64_t key_dim, value_dim;        // multiples of 16; kConvolution: value_dim is the number of channels
+  int64_t kernel;                    // the convolution's taps, from 2 to 8
+  int64_t norm_group, norm_width;    // columns that have one norm, a multiple of 16; and how many weights it has in turn
+  int64_t is_gated_first;            // the gate is before the norm
+  int64_t has_sigmoid_gate;          // else it is SiLU's
+  float least_step, most_step;       // kMamba2: of dt
+  float eps;
+  // of the step's sequences. A state holds num_folded tokens when the step begins, and fold_to after it; the
+  // log has the others up to the step's first one, whose position is `starts`
+  const int64_t *query_starts, *starts, *slots, *num_folded, *fold_to;
+  int64_t num_sequences;
+  // bf16 [tokens][width()]: what is convolved, what decays are made of, and gates.
+  //   kDelta          queries, keys, values | b, a | z
+  //   kChannelDelta   queries, keys, values | b, a [num_heads][key_dim] | z
+  //   kMamba2         values, keys, queries | dt | z
+  //   kConvolution    B, C, x; the log has B * x
+  const uint16_t* projected;
+  uint16_t* out;  // bf16 [tokens][out_stride], of which num_heads * value_dim are written
+  int64_t out_stride;
+  RecurrentLayer layer;
+  void* workspace;
+
+  int64_t channels() const { return kind == kConvolution ? value_dim : num_heads * value_dim + 2 * num_key_heads * key_dim; }
+  int64_t logged() const { return channels() + (kind == kConvolution ? 0 : kind == kMamba2 ? num_heads : kind == kDelta ? 2 * num_heads : num_heads * (1 + key_dim)); }
+  int64_t width() const { return kind == kConvolution ? 3 * value_dim : logged() + num_heads * value_dim; }
 };
 
 // out = x + multiplier * h, of which h is normalized first if there is a norm.
@@ -233,6 +283,7 @@ struct Layer {
   int64_t window;  // Attention's
   int64_t rope;    // whose cosines and sines
   const float* sinks;  // Attention's
+  RecurrentLayer recurrent;  // inputs null: the layer has attention
 };
 
 // The results of which each rank of a group has computed some columns.
@@ -249,7 +300,7 @@ struct Group {
   int64_t padded_intermediate;
 };
 
-// All layers of a step. rotation and attention hold what all layers have in common; each layer
+// All layers of a step. rotation, attention and recurrence hold what all layers have in common; each layer
 // fills in the rest. In a group a layer lacks what this rank has no columns of.
 struct Layers {
   const Layer* layers;
@@ -261,10 +312,11 @@ struct Layers {
   const float *const *cosines, *const *sines;  // by rope
   Rotation rotation;
   Attention attention;
+  Recurrence recurrence;
   const Group* group;  // null: this process computes all
 };
 
-// The functions from gemm to rotate_and_write are called by all threads of a parallel region (or by
+// The functions from gemm to recurrence are called by all threads of a parallel region (or by
 // one thread without a region), with the same arguments. They return when the caller's part is
 // done; those of rows wait for all threads.
 struct Kernels {
@@ -288,6 +340,8 @@ struct Kernels {
   int64_t (*attention_most_workspace)(const Attention&);
   void (*attention)(const Attention&);
   void (*rotate_and_write)(const Rotation&);
+  int64_t (*recurrence_workspace)(const Recurrence&);  // bytes
+  void (*recurrence)(const Recurrence&);
   // These begin a region of their own.
   // cap * tanh(multiplier * logit / cap); a cap of 0 is none
   void (*finish_logits)(float* logits, int64_t count, float multiplier, float cap);

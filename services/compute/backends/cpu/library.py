@@ -56,7 +56,7 @@ class AttentionArguments(ctypes.Structure):
 
     _fields_ = [
         ("queries", Pointer),
-        ("query_stride", ctypes.c_int64),
+        *((name, ctypes.c_int64) for name in ("query_stride", "gate_column")),
         ("cache", CacheRows),
         *((name, Pointer) for name in ("query_starts", "context_lens", "block_tables", "block_lens", "last_seen")),
         *(
@@ -65,8 +65,7 @@ class AttentionArguments(ctypes.Structure):
         ),
         ("scale", ctypes.c_float),
         ("cap", ctypes.c_float),
-        ("sinks", Pointer),
-        ("out", Pointer),
+        *((name, Pointer) for name in ("sinks", "out")),
         ("out_stride", ctypes.c_int64),
         ("workspace", Pointer),
     ]
@@ -76,11 +75,42 @@ class Rotation(ctypes.Structure):
     """kernels.h's Rotation."""
 
     _fields_ = [
-        *((name, Pointer) for name in ("qkv", "cosines", "sines", "q_norm", "k_norm")),
+        ("qkv", Pointer),
+        ("stride", ctypes.c_int64),
+        *((name, Pointer) for name in ("cosines", "sines", "q_norm", "k_norm")),
         ("eps", ctypes.c_float),
         ("slots", Pointer),
         ("cache", CacheRows),
         *((name, ctypes.c_int64) for name in ("tokens", "num_heads", "head_dim", "rotary_dim", "is_norm_joint")),
+    ]
+
+
+class RecurrentPointers(ctypes.Structure):
+    """kernels.h's RecurrentLayer."""
+
+    _fields_ = [
+        *((name, Pointer) for name in ("states", "inputs")),
+        ("ring", ctypes.c_int64),
+        *((name, Pointer) for name in ("convolution", "convolution_bias", "decay", "step_bias", "skip", "norm")),
+    ]
+
+
+class RecurrenceArguments(ctypes.Structure):
+    """kernels.h's Recurrence."""
+
+    _fields_ = [
+        *(
+            (name, ctypes.c_int64)
+            for name in ("kind", "num_heads", "num_key_heads", "is_tiled", "key_dim", "value_dim", "kernel")
+        ),
+        *((name, ctypes.c_int64) for name in ("norm_group", "norm_width", "is_gated_first", "has_sigmoid_gate")),
+        *((name, ctypes.c_float) for name in ("least_step", "most_step", "eps")),
+        *((name, Pointer) for name in ("query_starts", "starts", "slots", "num_folded", "fold_to")),
+        ("num_sequences", ctypes.c_int64),
+        *((name, Pointer) for name in ("projected", "out")),
+        ("out_stride", ctypes.c_int64),
+        ("layer", RecurrentPointers),
+        ("workspace", Pointer),
     ]
 
 
@@ -115,6 +145,7 @@ class Layer(ctypes.Structure):
         ("window", ctypes.c_int64),
         ("rope", ctypes.c_int64),
         ("sinks", Pointer),
+        ("recurrent", RecurrentPointers),
     ]
 
 
@@ -148,6 +179,7 @@ class Layers(ctypes.Structure):
         ("sines", ctypes.POINTER(Pointer)),
         ("rotation", Rotation),
         ("attention", AttentionArguments),
+        ("recurrence", RecurrenceArguments),
         ("group", ctypes.POINTER(RankGroup)),
     ]
 
@@ -188,6 +220,8 @@ STRUCTURES = {
     "CacheRows": CacheRows,
     "Attention": AttentionArguments,
     "Rotation": Rotation,
+    "RecurrentLayer": RecurrentPointers,
+    "Recurrence": RecurrenceArguments,
     "Addition": Addition,
     "Norms": NormPointers,
     "Layer": Layer,
@@ -219,6 +253,7 @@ class NativeContext:
         self.workspace_bytes = function("workspace_bytes", result=Int)
         self.reserve = function("reserve", weight, Int)
         self.reserve_attention = function("reserve_attention", ctypes.POINTER(AttentionArguments))
+        self.reserve_recurrence = function("reserve_recurrence", ctypes.POINTER(RecurrenceArguments))
         self.reserve_search = function("reserve_search", Int, Int)
         self.pack = function("pack", weight, *[Pointer] * 2)
         self.pack_columns = function("pack_columns", weight, *[Pointer] * 3)
@@ -229,6 +264,7 @@ class NativeContext:
         self.add_rows = function("add_rows", ctypes.POINTER(Addition))
         self.finish_logits = function("finish_logits", Pointer, Int, Float, Float)
         self.attention = function("attention", ctypes.POINTER(AttentionArguments))
+        self.recurrence = function("recurrence", ctypes.POINTER(RecurrenceArguments))
         self.rotate_and_write = function("rotate_and_write", ctypes.POINTER(Rotation))
         self.run_layers = function("run_layers", ctypes.POINTER(Layers))
         self.find_largest = function("find_largest", ctypes.POINTER(Largest))

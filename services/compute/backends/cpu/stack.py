@@ -19,10 +19,13 @@ from services.compute.backends.cpu.library import (
     NormPointers,
     Pointer,
     RankGroup,
+    RecurrenceArguments,
     pointer,
 )
 from services.compute.backends.cpu.linear import NativeLinear, NativeMlp
+from services.compute.backends.cpu.recurrent import NativeStatePlan, layer_pointers
 from services.compute.backends.gathered import GatheredLinear, GatheredMlp, own_of
+from services.compute.backends.torch.recurrent import StateLayer
 from services.compute.ranks.parallel.ranks import Cut
 from services.compute.ranks.parallel.share import UNIT
 
@@ -49,10 +52,14 @@ class NativeStack:
         self.layers = (Layer * len(layers))()
         self.caches: Sequence[LayerCache] = ()
         self.hidden_size: int = wiring.hidden_size
+        self.qkv_width = 0  # of the layer with the most
         for each, layer, window, rope in zip(self.layers, layers, wiring.windows, wiring.ropes, strict=True):
-            for name, linear in linears_of(layer).items():
+            linears = linears_of(layer)
+            for name, linear in linears.items():
                 if linear is not None:
                     setattr(each, name, ctypes.pointer(linear.struct))
+            if (qkv := linears["qkv"]) is not None:
+                self.qkv_width = max(self.qkv_width, qkv.num_outputs)
             norms = layer.norms
             each.norms = NormPointers(
                 *map(
@@ -79,7 +86,7 @@ class NativeStack:
             x = x if h is None else x.clone()  # each rank adds what was gathered to its own
             group = ctypes.pointer(self.team.begin(x if h is None else h, attention))
         rotation.qkv = attention.queries = qkv.data_ptr()
-        rotation.eps, attention.query_stride = self.wiring.eps, qkv.shape[1]
+        rotation.eps = self.wiring.eps
         tables = [
             (Pointer * len(plan.ropes))(*(table.data_ptr() for table in each)) for each in zip(*plan.ropes, strict=True)
         ]
@@ -94,6 +101,7 @@ class NativeStack:
             *tables,
             rotation,
             attention,
+            self._recurrence(plan.states, qkv),
             group,
         )
         if taps is None:
@@ -112,8 +120,13 @@ class NativeStack:
     def reserve(self, num_tokens: int) -> None:
         self._take(num_tokens)
 
+    def _recurrence(self, states: NativeStatePlan | None, projected: Tensor) -> RecurrenceArguments:
+        if states is None:
+            return RecurrenceArguments()
+        states.arguments.projected, states.arguments.eps = projected.data_ptr(), self.wiring.eps
+        return states.arguments
+
     def _take(self, num_tokens: int) -> tuple[Tensor, Tensor | None]:
-        qkv = linears_of(self.weights[0])["qkv"]
         h, shape = None, (num_tokens, self.hidden_size)
         if not self.wiring.adds_in_layers:
             h = (
@@ -121,12 +134,15 @@ class NativeStack:
                 if self.team is None
                 else self.team.ranks.region("h", shape, torch.bfloat16)
             )
-        return self.buffers.take("qkv", (num_tokens, 0 if qkv is None else qkv.num_outputs), torch.bfloat16), h
+        return self.buffers.take("qkv", (num_tokens, self.qkv_width), torch.bfloat16), h
 
     def _point_to(self, caches: Sequence[LayerCache], head_dim: int) -> None:
-        for each, layer, kv in zip(self.layers, self.weights, caches, strict=True):
-            assert isinstance(kv, Tensor)
-            each.cache = cache_rows(kv, head_dim)
+        for each, layer, cache in zip(self.layers, self.weights, caches, strict=True):
+            if isinstance(cache, StateLayer):
+                assert layer.recurrent is not None
+                each.recurrent = layer_pointers(layer.recurrent, cache)
+                continue
+            each.cache = cache_rows(cache, head_dim)
             each.norms.is_qk_joint = is_joint(layer.norms.q, head_dim)
         self.caches = caches
 
