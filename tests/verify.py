@@ -116,7 +116,7 @@ SUITES = {
     ),
     "models": Suite(
         "tests.models",
-        "each of 133 architectures runs as its case says, with transformers' tokens, or is refused",
+        "each of 143 architectures runs as its case says, with transformers' tokens, or is refused",
         "10 minutes",
     ),
     "more": Suite(

@@ -63,7 +63,7 @@ class AttentionCase:
         more = [
             f"window {self.window}" if self.window else "",
             "cap" if self.scores and self.scores.cap else "",
-            f"{self.norm} norm" if self.norm else "",
+            f"{self.norm} norm{' after rotation' if own.norms_after_rotation else ''}" if self.norm else "",
         ]
         more += ["sinks"] if self.has_sinks else []
         return ", ".join([heads, f"contexts {list(self.contexts)}", *filter(None, more)])
@@ -140,10 +140,13 @@ def check_attention(backend: CudaBackend, case: AttentionCase) -> Check:
         q, k, v = prompt.view(len(prompt), -1, dim).split_with_sizes(
             [heads.num_heads, num_kv_heads, num_kv_heads], dim=1
         )
-        if case.norm:
-            q, k = norm_heads(q, norms[0], EPS), norm_heads(k, norms[1], EPS)
+        of_heads = norms if case.norm else [None, None]
+        if not heads.norms_after_rotation:
+            q, k = norm_heads(q, of_heads[0], EPS), norm_heads(k, of_heads[1], EPS)
         angles = (torch.arange(len(prompt))[:, None].float() * inv_freq)[:, None]
         q, k = (rotary(each, angles.cos(), angles.sin()) for each in (q, k))
+        if heads.norms_after_rotation:
+            q, k = norm_heads(q, of_heads[0], EPS), norm_heads(k, of_heads[1], EPS)
         row = kv_row_size(dim, case.kv_group) if case.kv_group else dim
         cache = torch.zeros((2, 1, num_kv_heads, len(prompt), row), dtype=torch.uint8 if case.kv_group else dtype)
         write_reference(cache, k, v, torch.arange(len(prompt)))
@@ -274,6 +277,7 @@ ATTENTIONS = (
     AttentionCase(Heads(8, 2, 128), (200, 1), (64, 1), kv_group=8),
     AttentionCase(Heads(4, 4, 96), (130, 40), (1, 40), kv_group=32, window=70),
     AttentionCase(Heads(2, 2, 256), (90,), (1,), norm="heads", scores=Scores(0.1, 50.0)),
+    AttentionCase(Heads(4, 2, 64, norms_after_rotation=True), (70, 30), (33, 1), kv_group=8, norm="heads"),
     AttentionCase(Heads(4, 2, 32), tuple(5 + 3 * number for number in range(11)), (1,) * 11),
 )
 ATTENTIONS_ON_DEVICE = (

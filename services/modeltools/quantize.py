@@ -81,7 +81,7 @@ def quantize(
     windows = None if calibration is None else read_windows(calibration, files, tokens)
     source = open_source(files.weights, config, backend if windows is None else TorchBackend(torch.float32, CPU))
     source.close()
-    check_quantizable(source, f"--quantization {packing.quantization}")
+    check_quantizable(files.weights, source.quantized_as, packing.option)
     open_out_folder(out, force=force, source=files)
     before = _num_bytes(files.weights)
     if not sys.stderr.isatty():  # where there are no bars

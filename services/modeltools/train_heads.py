@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from services.compute.backends.backend import LogitsProduct
-from services.compute.loop.engine import Engine, build_engine, is_native_model
+from services.compute.loop.engine import Engine, build_engine
+from services.compute.models.architectures import is_native
 from services.compute.models.decoder import Decoder
 from services.compute.speculation.medusa_file import MAX_HEADS, MAX_LAYERS
 from services.modeltools.heads.answers import Answers, Sampling, generate
@@ -59,7 +60,7 @@ def train_heads(
     texts = read_prompts(prompts)
     files = open_model(model, weights=True)
     settings = load_settings(ComputeSettings, [], model=model, device="cpu", num_threads=num_threads)
-    if not is_native_model(settings, files):
+    if not is_native(files, settings.model_impl):
         raise StartupError(f"{files.name}: heads are trained for models of the native implementation only")
     check_memory(sampling.num_tokens, files.hidden_size or 0)
     encoded = encode_prompts(texts, files)

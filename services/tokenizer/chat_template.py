@@ -61,6 +61,16 @@ class ChatTemplate:
             return parsers
         if parsers.get("tool_calls") == "pythonic":  # such templates write calls as JSON, but ask the model for Python
             asked.discard("tool_calls")
+        for _ in range(NUM_TRIES):
+            self.start()
+        if not self._is_compiled:
+            if not self._problem:
+                log.warning(
+                    "the chat template could not be tried, so its words alone say how the model writes calls and "
+                    "thoughts; --tool-call-parser and --reasoning-parser say it, too",
+                    **parsers,
+                )
+            return parsers
         shown = probe(self._template, self._with_tools, self._render_probe)
         return parsers | {name: form for name, form in shown.items() if name in asked}
 
@@ -77,7 +87,9 @@ class ChatTemplate:
         try:
             compiled = self._ask({"template": self._template, "limit_s": COMPILE_LIMIT_S})
         except (HelperStuck, EOFError, OSError, Unreadable) as error:
-            log.warning("the process that renders chat templates did not start", error=error or type(error).__name__)
+            log.warning(
+                "the process that renders chat templates did not start", error=str(error) or type(error).__name__
+            )
             return
         self._is_compiled = not compiled
         if compiled:

@@ -164,50 +164,59 @@ def json_form(turn: str, names: list[int], spans: list[tuple[int, int]]) -> Call
 
 def tagged_form(turn: str, names: list[int]) -> TaggedForm | None:
     """The marks around the name, the names of arguments and their values."""
-    (name, arguments), (_, others) = CALLS
-    places, at = [names[0]], names[0] + len(name)
-    for text in (word for item in arguments.items() for word in map(str, item)):
-        places.append(turn.find(text, at))
-        at = places[-1] + len(text)
-    last = turn.rfind(str(others["lambda"]))
-    if min(places) < 0 or last < names[1]:
+    gaps, last_value = gaps_of_call(turn, names), str(CALLS[1][1]["lambda"])
+    last = turn.rfind(last_value, names[1])
+    if gaps is None or last < 0:
         return None
-    texts = [name, *(word for item in arguments.items() for word in map(str, item))]
-    gaps = [
-        turn[place + len(text) : further]
-        for place, text, further in zip(places, texts, [*places[1:], names[1]], strict=True)
-    ]
-    start, behind_last = tags(turn[: names[0]]), turn[last + len(str(others["lambda"])) :]
     to_key, key_end, to_next_key, other_key_end, to_next_call = gaps
     key_begin = common_suffix_of_tags(to_key, to_next_key)
     value_end = to_next_key[: len(to_next_key) - len(key_begin)].strip()
-    call_ends = tags(to_next_call)
-    values_end = tags(value_end)
-    if not key_begin or not value_end or not start or call_ends[: len(values_end)] != values_end:
+    values_end, call_ends = tags(value_end), tags(to_next_call)
+    if not key_begin or not value_end or call_ends[: len(values_end)] != values_end:
         return None
-    call_ends = call_ends[len(values_end) :]
-    ends = tags(behind_last)[len(values_end) :]
-    if call_ends[len(call_ends) - len(start) :] == start:  # every call stands in a block of its own
-        call_ends = call_ends[: len(call_ends) - len(start)]
-        name_begin = start[1:]
-        call_end, end = call_ends[:-1], call_ends[-1:]
-    else:
-        name_begin = start[len(start) - len(common_prefix_of(start[::-1], call_ends[::-1])) :]
-        call_end = call_ends[: len(call_ends) - len(name_begin)]
-        start, end = start[: len(start) - len(name_begin)], ends[len(call_end) :][:1]
-    if not start or not end:
+    ends = tags(turn[last + len(last_value) :])
+    marks = marks_of_calls(tags(turn[: names[0]]), call_ends[len(values_end) :], ends[len(values_end) :])
+    if marks is None:
         return None
+    start, name_begin, call_end, end = marks
     return TaggedForm(
-        start[0],
-        "".join(name_begin),
+        start,
+        name_begin,
         to_key[: len(to_key) - len(key_begin)].strip(),
         key_begin,
         tuple(dict.fromkeys(mark.strip() for mark in (key_end, other_key_end))),
         value_end,
-        "".join(call_end),
-        end[0],
+        call_end,
+        end,
         has_lines=key_end.endswith("\n"),
     )
+
+
+def gaps_of_call(turn: str, names: list[int]) -> list[str] | None:
+    """The texts behind the first call's name, and behind each name and value of its arguments, up to the next one
+    of these and, at last, to the second call's name."""
+    name, arguments = CALLS[0]
+    gaps, end = [], names[0] + len(name)
+    for text in (str(word) for argument in arguments.items() for word in argument):
+        place = turn.find(text, end)
+        if place < 0:
+            return None
+        gaps.append(turn[end:place])
+        end = place + len(text)
+    return [*gaps, turn[end : names[1]]]
+
+
+def marks_of_calls(before: list[str], between: list[str], behind: list[str]) -> tuple[str, str, str, str] | None:
+    """The mark that begins a block of calls, those before a call's name and behind its arguments, and the block's end.
+    before, between, behind: the tags before the first name, between two calls, and behind the last one."""
+    if before and between[-len(before) :] == before:  # every call stands in a block of its own
+        ends = between[: -len(before)]
+        start, name_begin, call_end, end = before[:1], before[1:], ends[:-1], ends[-1:]
+    else:
+        name_begin = before[len(before) - len(common_prefix_of(before[::-1], between[::-1])) :]
+        call_end = between[: len(between) - len(name_begin)]
+        start, end = before[: len(before) - len(name_begin)], behind[len(call_end) :]
+    return (start[0], "".join(name_begin), "".join(call_end), end[0]) if start and end else None
 
 
 def tags(text: str) -> list[str]:

@@ -48,6 +48,7 @@ DTYPES = frozenset(
 COUNTS = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
 # as config.json may call it
 LENGTHS = ("max_position_embeddings", "n_positions", "max_sequence_length", "max_seq_len", "seq_length", "n_ctx")
+HIDDEN_SIZES = ("hidden_size", "n_embd", "d_model", "dim")
 
 
 # A config.json leaves out of its text_config what has the default of the model's class.
@@ -126,8 +127,8 @@ class ModelFiles:
     @property
     def hidden_size(self) -> int | None:
         """The dimensions of a token's hidden state; None: config.json does not say."""
-        size = self.config.get("hidden_size", self.config.get("n_embd"))
-        return size if isinstance(size, int) else None
+        sizes = (self.config.get(name) for name in HIDDEN_SIZES)
+        return next((size for size in sizes if isinstance(size, int)), None)
 
     @property
     def pooling(self) -> Literal["", "mean", "last", "cls"]:

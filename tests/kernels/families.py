@@ -22,6 +22,8 @@ from transformers import (
     GptOssConfig,
     GraniteConfig,
     GraniteMoeHybridConfig,
+    HunYuanDenseV1Config,
+    HunYuanMoEV1Config,
     InternLM3Config,
     Lfm2Config,
     Lfm2MoeConfig,
@@ -216,6 +218,13 @@ CONFIGS: dict[str, PretrainedConfig] = {
     "exaone-moe": ExaoneMoeConfig(
         **SIZES, head_dim=32, **MIXTURE, num_experts=8, sliding_window=24, layer_types=LOCAL_AND_GLOBAL
     ),
+    "hunyuan-dense": HunYuanDenseV1Config(
+        **SIZES,
+        head_dim=32,
+        attention_bias=True,
+        rope_parameters={"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 1.0, "alpha": 50.0},
+    ),
+    "hunyuan-moe": HunYuanMoEV1Config(**SIZES, head_dim=32, num_experts=8, moe_topk=3),
     "minimax-m2": MiniMaxM2Config(
         **SIZES,
         head_dim=64,

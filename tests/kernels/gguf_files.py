@@ -59,10 +59,13 @@ ARCHITECTURES = {
     "smollm3": "smollm3",
     "seed_oss": "seed_oss",
     "gpt_oss": "gpt-oss",
+    "hunyuan_v1_dense": "hunyuan-dense",
+    "hunyuan_v1_moe": "hunyuan-moe",
 }
 PERMUTED = ("llama", "granite", "smollm3")  # where the converter changes the order of q's and k's rows
 IN_FLOAT32 = (
     "mlp.gate.weight",
+    "mlp.gate.wg.weight",
     "mlp.router.weight",
     "shared_expert_gate.weight",
     "norm.weight",
@@ -128,7 +131,8 @@ class Writer:
         if config.model_type == "olmo3":
             writer.add_rope_freq_base_swa(rope["sliding_attention"]["rope_theta"])
         rope = rope.get("full_attention", rope)
-        writer.add_rope_freq_base(rope["rope_theta"])
+        stretch = rope.get("alpha", 1.0) ** (head_dim / (head_dim - 2))
+        writer.add_rope_freq_base(rope["rope_theta"] * stretch)
         writer.add_rope_dimension_count(int(head_dim * rope.get("partial_rotary_factor", 1.0)))
         if rope["rope_type"] in ("linear", "yarn"):
             writer.add_rope_scaling_type(gguf.RopeScalingType(rope["rope_type"]))
@@ -165,7 +169,7 @@ class Writer:
             return
         self.writer.add_expert_count(count)
         self.writer.add_expert_used_count(self.config.num_experts_per_tok)
-        if self.architecture == "gpt-oss":
+        if self.architecture in ("gpt-oss", "hunyuan-moe"):
             self.writer.add_expert_feed_forward_length(self.config.intermediate_size)
         elif self.architecture != "llama":
             self.writer.add_expert_feed_forward_length(self.config.moe_intermediate_size)

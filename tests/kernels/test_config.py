@@ -68,6 +68,7 @@ FAMILIES = {name: config_of(name) for name in CONFIGS}
             "wrong type",
         ),
         ("granite", {"embedding_multiplier": "x"}, "embedding_multiplier is 'x'"),
+        ("hunyuan-moe", {"moe_topk": [3, 3, 2]}, r"moe_topk \[3, 3, 2\] is not supported; one number"),
         ("qwen3-5", {"layer_types": ["full_attention"] * 2 + ["mamba"]}, "layers of the type mamba are not supported"),
         ("qwen3-5", {"layer_types": ["linear_attention"] * 3}, "none of the 3 layers is full_attention"),
         ("qwen3-5", {"layer_types": ["full_attention"] * 2}, "describes 2 layers one by one, num_hidden_layers is 3"),
@@ -98,6 +99,7 @@ REQUIRED = (
     "n_shared_experts",
     "moe_num_experts",
     "moe_k",
+    "moe_topk",
 )
 
 

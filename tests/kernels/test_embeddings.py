@@ -251,9 +251,10 @@ def test_dense_layers_follow_the_pooling(tmp_path: Path) -> None:
         save_file(
             {f"linear.{each}": tensor for each, tensor in layer.state_dict().items()}, folder / "model.safetensors"
         )
-    assert read_dense_layers(tmp_path) == ()
+    assert read_dense_layers(tmp_path, 4) == ()
     (tmp_path / "modules.json").write_text(json.dumps(modules))
-    dense = read_dense_layers(tmp_path)
+    dense = read_dense_layers(tmp_path, 4)
+    assert len(read_dense_layers(tmp_path, None)) == 2
     states = torch.randn(3, 4)
     asked = EmbeddingParams("mean", 5)
     sequence = Sequence(Request(1, "1", SamplingParams(max_tokens=0), embedding=asked), Tokens([7] * 3, 3))
@@ -265,10 +266,34 @@ def test_dense_layers_follow_the_pooling(tmp_path: Path) -> None:
     np.testing.assert_allclose(found[1], expected / expected.norm(), atol=1e-6)
     (tmp_path / "3_Dense" / "config.json").write_text(json.dumps({"activation_function": "torch.nn.ReLU"}))
     with pytest.raises(StartupError, match="activation_function 'torch.nn.ReLU' is not supported"):
-        read_dense_layers(tmp_path)
+        read_dense_layers(tmp_path, 4)
     (tmp_path / "3_Dense" / "config.json").unlink()
     with pytest.raises(StartupError, match="its Dense layers can't be read"):
-        read_dense_layers(tmp_path)
+        read_dense_layers(tmp_path, 4)
+
+
+@pytest.mark.parametrize(
+    ("num_inputs", "tensors", "message"),
+    [
+        (5, {}, r"_Dense: linear.weight has the shape \(8, 4\), linear.bias \(8,\); a layer behind 5 dimensions has"),
+        (4, {"linear.bias": torch.zeros(1)}, r"linear.bias \(1,\)"),
+        (4, {"linear.weight": torch.zeros(4)}, r"linear.weight has the shape \(4,\)"),
+        (None, {"linear.weight": torch.zeros(8)}, "a layer behind any dimensions"),
+    ],
+)
+def test_a_dense_layer_of_another_shape_is_refused_at_start(
+    num_inputs: int | None, tensors: dict[str, torch.Tensor], message: str, tmp_path: Path
+) -> None:
+    modules = [{"path": "2_Dense", "type": "sentence_transformers.models.Dense"}]
+    (tmp_path / "modules.json").write_text(json.dumps(modules))
+    (tmp_path / "2_Dense").mkdir()
+    (tmp_path / "2_Dense" / "config.json").write_text("{}")
+    save_file(
+        {"linear.weight": torch.zeros(8, 4), "linear.bias": torch.zeros(8)} | tensors,
+        tmp_path / "2_Dense" / "model.safetensors",
+    )
+    with pytest.raises(StartupError, match=message):
+        read_dense_layers(tmp_path, num_inputs)
 
 
 @given(

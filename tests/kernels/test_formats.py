@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import Ernie4_5Config, Ernie4_5ForCausalLM
 
-from shared.process.errors import StartupError
-from tests.kernels.families import Engine
+from tests.kernels.families import Engine, assert_greedy
 from tests.kernels.quantized import (
     CONFIG,
     Writer,
@@ -328,9 +328,20 @@ def test_a_checkpoint_computes_what_its_weights_mean(
         assert error < 0.08
 
 
-def test_q_and_k_that_must_be_rearranged_are_dense(tmp_path: Path) -> None:
-    write_checkpoint(tmp_path, layers_only(awq(32)), awq_config(32))
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("name", ["awq-32", "gptq-8-asym", "llm-int8", "fp8-channel", "fp8-block", "fp8-uneven-block"])
+def test_q_and_k_whose_neighbours_rotate_are_rearranged_in_their_form(name: str, tmp_path: Path) -> None:
+    """In float32 tokens and logits are transformers'; in bfloat16 as good as those of other families."""
+    meant = write_checkpoint(tmp_path, CASES[name].writer_of, CASES[name].config)
+    reference = Ernie4_5ForCausalLM(Ernie4_5Config.from_dict(CONFIG.to_dict())).eval()
+    reference.load_state_dict(meant.state_dict())
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {"architectures": ["Ernie4_5ForCausalLM"]}))
-    with pytest.raises(StartupError, match=r"self_attn\.q_proj\.weight is .*; of a model in which neighbouring"):
-        Engine(tmp_path)
+    some = prompts(3, CONFIG.vocab_size)
+    assert_greedy(Engine(tmp_path), reference, some, NUM_TOKENS)
+    native = Engine(tmp_path, dtype=torch.bfloat16)
+    native.generate(some, 1)
+    for number, prompt in enumerate(some):
+        with torch.inference_mode():
+            logits = reference(torch.tensor([prompt])).logits[0, -1]
+        assert (native.logits[number][0] - logits).norm() < 0.08 * logits.norm()

@@ -35,13 +35,13 @@ from services.compute.weights.gguf_source import GgufRows, GgufSource
 from services.compute.weights.loader import load_weights
 from services.operator.cli import main
 from shared.model.files import open_model
-from shared.model.gguf import checkpoint
+from shared.model.gguf import checkpoint, families
 from shared.model.gguf.reader import BLOCKS
 from shared.process.errors import StartupError
 from tests.examples import examples
 from tests.kernels.backends import FLOAT32, native_backend
 from tests.kernels.families import CONFIGS, SIZES, Engine, assert_greedy
-from tests.kernels.gguf_files import FLOATS, HALVES, Kind, Writer, random_blocks
+from tests.kernels.gguf_files import ARCHITECTURES, FLOATS, HALVES, Kind, Writer, random_blocks
 from tests.kernels.test_forms import largest_error
 from tests.kernels.test_models import prompts
 from tests.kernels.test_native import randn
@@ -71,6 +71,8 @@ FAMILIES: dict[str, PretrainedConfig] = {
     },
     "qwen2-moe": Qwen2MoeConfig(**MOE | {"shared_expert_intermediate_size": 72}),
     "gpt-oss": CONFIGS["gpt-oss"],
+    "hunyuan-dense": CONFIGS["hunyuan-dense"],
+    "hunyuan-moe": CONFIGS["hunyuan-moe"],
     "phi3-window": CONFIGS["phi3"],
     "phi4": Phi3Config(
         **SIZES,
@@ -163,6 +165,8 @@ def test_experts_are_cut_out_of_the_tensor_of_all(kind: Kind, tmp_path: Path) ->
     path = Writer(model, tmp_path / "model.gguf").write(kind)
     check_against(model, path)
     source, mlp = GgufSource(path, torch.bfloat16, CPU), model.model.layers[1].mlp
+    router = source.matrix("model.layers.1.mlp.gate.", (4, 256), dtype=torch.float32)
+    assert torch.equal(router.dequantize(torch.float32), mlp.gate.weight)
     for number in range(4):
         gate, up = mlp.experts.gate_up_proj[number].chunk(2)
         for which, weight in (("gate", gate), ("up", up), ("down", mlp.experts.down_proj[number])):
@@ -298,12 +302,14 @@ def test_all_parts_of_a_matrix_are_on_the_models_device(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_the_configuration_is_the_one_that_was_written(name: str, tmp_path: Path) -> None:
-    """All fields of transformers' own config.json, but for Llama 3's rope, which the file has as
-    numbers: there the frequencies are the same.
+    """All fields of transformers' own config.json, but for Llama 3's and Hunyuan's rope, which the file
+    has as numbers: there the frequencies are the same.
     """
     config = FAMILIES[name]
     path = Writer(random_model(config), tmp_path / "model.gguf").write(Kind.F32)
     found, expected = open_model(str(path)).config, config.to_dict()
+    family = families.FAMILIES[ARCHITECTURES[config.model_type]]
+    assert found["architectures"][0] in (family.architecture, *family.others)
     ours = {
         "architectures",
         "dtype",
@@ -337,7 +343,7 @@ def test_the_configuration_is_the_one_that_was_written(name: str, tmp_path: Path
     for key in ("hidden_act", "attention_bias", "mlp_bias", "head_dim"):
         assert found.get(key) == expected.get(key, found.get(key))
     assert found["eos_token_id"] == 1 and found["dtype"] == "float32"
-    if name == "llama3":
+    if name in ("llama3", "hunyuan-dense"):
         architecture = {"architectures": found["architectures"]}
         [rope], [expected_rope] = read_config(found).ropes, read_config(expected | architecture).ropes
         torch.testing.assert_close(rope.inv_freq, expected_rope.inv_freq, rtol=1e-5, atol=0)

@@ -105,8 +105,8 @@ def make(name: str, path: Path, kind: Kind = Kind.F32, left_out: frozenset[str] 
     return model
 
 
-def run(path: Path, dtype: str = "float32") -> Engine:
-    settings = ComputeSettings(model=str(path), dtype=dtype, num_threads=1, max_num_seqs=4)
+def run(path: Path, dtype: str = "float32", **options: Any) -> Engine:
+    settings = ComputeSettings(model=str(path), dtype=dtype, num_threads=1, max_num_seqs=4, **options)
     return build_engine(settings, open_model(str(path), weights=True))
 
 
@@ -140,6 +140,17 @@ def test_layers_and_the_embedding_stay_in_the_files_blocks(tmp_path: Path) -> No
     assert isinstance(executor.model.embeddings.word_embeddings, FileEmbedding) and isinstance(layer.mlp, KernelMlp)
     assert all(isinstance(getattr(layer.self_attn, f"{each}_proj"), KernelLinear) for each in "qkvo")
     assert layer.self_attn.k_proj(torch.zeros(1, 64)).shape == (1, 64)
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [("--quantization w8a8", "w8a8"), ("--quantize-attention-output", True), ("--quantize-lm-head", True)],
+)
+def test_an_encoder_is_not_quantized(option: str, value: object, tmp_path: Path) -> None:
+    make("bert", tmp_path / "model.gguf")
+    name = option.split()[0].removeprefix("--").replace("-", "_")
+    with pytest.raises(StartupError, match=f"^{option}: .* is an encoder; these are not quantized$"):
+        run(tmp_path / "model.gguf", "bfloat16", **{name: value})
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 converter writes them, read by the modules, whose logits are those of the original model."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +12,12 @@ from torch import Tensor
 from transformers import AutoConfig
 
 from services.compute.backends.torch.backend import TorchBackend
-from services.compute.loop.engine import is_native_model
+from services.compute.models.architectures import is_native
 from services.compute.models.config import Packed
 from services.compute.weights.library_modules import KernelLinear, load_library_modules
-from shared.model.files import DEMO_MODEL, open_model
+from shared.model.files import open_model
 from shared.model.gguf.checkpoint import unpack_metadata
-from shared.model.gguf.library_families import LIBRARY_FAMILIES
 from shared.process.errors import StartupError
-from shared.process.settings import ComputeSettings
 from tests.kernels.families import Engine, assert_greedy
 from tests.kernels.gguf_files import add_tokenizer
 from tests.kernels.test_models import prompts
@@ -31,6 +28,8 @@ from tests.models.compare import randomize
 BLUEPRINTS = {name: blueprint for name, (_, blueprint) in CASES.items()} | {
     "llama4": text("llama4_text", num_local_experts=4, num_experts_per_tok=1, head_dim=16, intermediate_size_mlp=96,
         interleave_moe_layer_step=2),
+    "nemotron_h": text("nemotron_h", length_name="", layers_block_type=["mamba", "mlp", "mamba", "attention"],
+        head_dim=16, ssm_state_size=16, mamba_num_heads=8, mamba_head_dim=16, n_groups=2, chunk_size=32),
 }  # fmt: skip
 DELTA = {"conv_kernel": 4, "state_size": 16, "group_count": 2, "time_step_rank": 4, "inner_size": 64}
 MAMBA = {"conv_kernel": 4, "state_size": 16, "group_count": 1, "time_step_rank": 8, "inner_size": 128}
@@ -57,6 +56,26 @@ FILES: dict[str, tuple[str, dict[str, Any]]] = {
         "leading_dense_block_count": 1, "expert_gating_func": 2, "rope.freq_base": 1e6}),
     "llama4": ("llama4", {"feed_forward_length": 96, "expert_count": 4, "expert_used_count": 1, "rope.freq_base": 5e5,
         "expert_feed_forward_length": 112, "interleave_moe_layer_step": 2} | HEADS_16 | RMS_5),
+    "nemotron_h": ("nemotron_h", {f"ssm.{key}": each for key, each in MAMBA.items()} | HEADS_16
+        | {"attention.layer_norm_epsilon": 1e-5, "attention.head_count_kv": [0, 0, 0, 2], "ssm.group_count": 2,
+        "feed_forward_length": [0, 112, 0, 0]}),
+    "ernie4_5": ("ernie4_5", HEADS_16 | RMS_5 | {"rope.freq_base": 5e5}),
+    "ernie4_5_moe": ("ernie4_5-moe", EXPERTS | HEADS_16 | RMS_5 | {"rope.freq_base": 5e5, "expert_shared_count": 1,
+        "leading_dense_block_count": 1}),
+    "glm4_moe": ("glm4moe", EXPERTS | HEADS_16 | RMS_5 | {"rope.dimension_count": 8, "expert_shared_count": 1,
+        "leading_dense_block_count": 1, "expert_weights_scale": 2.5, "expert_weights_norm": True,
+        "expert_gating_func": 2}),
+    "minimax_m2": ("minimax-m2", EXPERTS | HEADS_32 | RMS_6 | {"rope.dimension_count": 16, "expert_gating_func": 2,
+        "expert_feed_forward_length": 112}),
+    "olmoe": ("olmoe", RMS_5 | {"expert_count": 8, "expert_used_count": 2}),
+    # its alpha is in the base
+    "hunyuan_dense": ("hunyuan-dense", HEADS_16 | RMS_5 | {"rope.freq_base": 1e4 * 50.0 ** (16 / 14)}),
+    "hunyuan_moe": ("hunyuan-moe", HEADS_16 | RMS_5 | {"expert_count": 4, "expert_used_count": 2,
+        "expert_feed_forward_length": 112, "expert_shared_count": 1}),
+    "gemma4_dense31b": ("gemma4", RMS_6 | {"attention.key_length": 32, "attention.value_length": 32,
+        "attention.key_length_swa": 16, "attention.value_length_swa": 16, "attention.head_count_kv": [2, 2, 2, 1],
+        "attention.sliding_window": 24, "attention.sliding_window_pattern": [True, True, True, False],
+        "rope.freq_base": 1e6, "rope.freq_base_swa": 1e4, "final_logit_softcapping": 30.0}),
     "gpt2": ("gpt2", {"feed_forward_length": 256, "attention.layer_norm_epsilon": 1e-5}),
 }  # fmt: skip
 # ends of parameters' names, and their tensors; the forms of these (of the values, and whether it is DeltaNet's)
@@ -70,6 +89,7 @@ NAMES = {
     "correction_bias": "exp_probs_b.bias",
     "expert_bias": "exp_probs_b.bias",
     "moe.router.weight": "ffn_gate_inp.weight",
+    "layer_scalar": "layer_output_scale.weight",
 }
 FORMS: dict[str, Callable[[Tensor, bool], Tensor]] = {
     "A_log": lambda values, is_delta: -values.exp() if is_delta else -values.exp()[:, None],
@@ -87,11 +107,15 @@ def write(name: str, model: Any, path: Path, outtype: gguf.GGMLQuantizationType)
     if architecture != "gpt2":
         numbers["attention.head_count_kv"] = 2
     for key, value in (numbers | {"block_count": config.num_hidden_layers} | metadata).items():
-        add = {list: writer.add_array, float: writer.add_float32, int: writer.add_uint32}[type(value)]
+        add = {list: writer.add_array, float: writer.add_float32, int: writer.add_uint32, bool: writer.add_bool}[
+            type(value)
+        ]
         add(f"{architecture}.{key}", value)
     add_tokenizer(writer, config.vocab_size)
     number = next(number for number, each in gguf.MODEL_ARCH_NAMES.items() if each == architecture)
     names = gguf.get_tensor_name_map(number, config.num_hidden_layers)
+    if architecture == "gemma4":  # of a head's 16 frequencies in layers that see all, 4
+        writer.add_tensor("rope_freqs.weight", torch.tensor([1.0] * 4 + [1e30] * 12).numpy())
     tied = config.tie_word_embeddings
     for full_name, tensor in model.state_dict().items():
         if full_name == "lm_head.weight" and tied:
@@ -206,7 +230,7 @@ def test_our_own_executor_reads_files_of_layers_with_states(name: str, tmp_path:
     torch.manual_seed(3)
     model = original(name)
     files = open_model(str(write(name, model, tmp_path / "model.gguf", gguf.GGMLQuantizationType.F32)), weights=True)
-    assert is_native_model(ComputeSettings(), files)
+    assert is_native(files, "auto")
     some = prompts(5, 512)
     assert_greedy(Engine(files), model, some, 20)
     blocks = open_model(str(write(name, model, tmp_path / "q8.gguf", gguf.GGMLQuantizationType.Q8_0)), weights=True)
@@ -216,12 +240,3 @@ def test_our_own_executor_reads_files_of_layers_with_states(name: str, tmp_path:
     expected = [model(torch.tensor([prompt])).logits[0, -1] for prompt in some]
     nearness = [torch.cosine_similarity(engine.logits[number][0], each, dim=0) for number, each in enumerate(expected)]
     assert torch.stack(nearness).median() > 0.98
-
-
-@pytest.mark.parametrize("family", sorted(name for name, each in LIBRARY_FAMILIES.items() if not each.is_native))
-def test_a_file_that_the_librarys_modules_read_goes_to_them(family: str, tmp_path: Path) -> None:
-    """Also where checkpoints of the class run natively: their loader knows published names only."""
-    config = {"architectures": [LIBRARY_FAMILIES[family].architecture]}
-    (tmp_path / "model.gguf").write_bytes(b"")
-    files = replace(open_model(str(DEMO_MODEL)), weights=tmp_path / "model.gguf", config=config)
-    assert not is_native_model(ComputeSettings(), files)

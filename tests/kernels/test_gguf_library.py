@@ -130,7 +130,7 @@ def test_keys_and_values_are_expanded_by_one_tensor_in_old_files(tmp_path: Path)
     assert_greedy(run(writer.write(Kind.Q8_0)), model, prompts(3, SIZES["vocab_size"]), 20)
 
 
-@pytest.mark.parametrize("name", ["qwen3", "gemma3", "phi4", "qwen2-moe"])
+@pytest.mark.parametrize("name", ["qwen3", "gemma3", "phi4", "qwen2-moe", "hunyuan-dense", "hunyuan-moe"])
 def test_a_family_with_an_executor_runs_on_the_librarys_modules_too(name: str, tmp_path: Path) -> None:
     model = random_model(NATIVE[name])
     assert_greedy(

@@ -14,14 +14,26 @@ import transformers
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
-from services.compute.weights.library_modules import KernelExperts, KernelLinear, KernelMlp
+from services.compute.backends.choose import choose_backend
+from services.compute.models.config import Packed
+from services.compute.models.transformers_attention import Unsupported
+from services.compute.models.transformers_model import TransformersModel
+from services.compute.weights.library_attention import SelfAttention
+from services.compute.weights.library_modules import (
+    KernelExperts,
+    KernelLinear,
+    KernelMlp,
+    KernelWeight,
+    load_library_modules,
+)
 from shared.process.errors import StartupError
 from tests.kernels.families import CONFIGS as FAMILIES
 from tests.kernels.families import Engine, assert_greedy, reference_model
 from tests.kernels.quantized import Writer, awq, compressed, float8, four_bit_floats, gptq, llm_int8, packed, scheme
 from tests.kernels.test_formats import BNB4, BNB8, awq_config, fp8_config, gptq_config
-from tests.kernels.test_models import prompts
+from tests.kernels.test_models import QWEN3_VL_MOE, SMALL_TOWER, prompts
 from tests.kernels.test_moe import to_mxfp4
+from tests.kernels.test_transformers_models import ONE_BY_ONE
 
 SIZES: dict[str, Any] = {
     "vocab_size": 512,
@@ -204,6 +216,126 @@ def test_experts_in_mxfp4(tmp_path: Path) -> None:
     assert_bits_are_the_same(run(tmp_path, dtype=torch.bfloat16))
 
 
+STACKED = {
+    "qwen3-moe": CONFIGS["qwen3-moe"],
+    "gpt-oss": transformers.GptOssConfig(**FAMILIES["gpt-oss"].to_dict() | {"dtype": None}),
+    "llama4": ONE_BY_ONE["llama4-chunks"],
+}
+
+
+@pytest.mark.parametrize(
+    ("family", "scales", "ending"),
+    [
+        ("qwen3-moe", "block", "_scale_inv"),
+        ("qwen3-moe", "channel", "_scale"),
+        ("qwen3-moe", "tensor", "_weight_scale"),
+        ("qwen3-moe", "halves", "_scale_inv"),
+        ("qwen3-moe", "all", "_scale_inv"),
+        ("gpt-oss", "block", "_scale_inv"),
+        ("gpt-oss", "channel", "_scale"),
+        ("llama4", "block", "_scale_inv"),
+        ("llama4", "channel", "_scale"),
+    ],
+)
+def test_experts_in_one_tensor_in_fp8(family: str, scales: str, ending: str, tmp_path: Path) -> None:
+    """In gpt-oss and Llama 4, each expert's rows are inputs. The native models read the same."""
+    reference, is_turned = reference_model(family, tmp_path, config=STACKED[family]), family != "qwen3-moe"
+    write_stacked(tmp_path, reference, scales, ending, in_memory=is_turned, in_file=is_turned)
+    for engine in (run(tmp_path), *([Engine(tmp_path)] if family != "llama4" else [])):
+        assert_greedy(engine, reference, prompts(3, SIZES["vocab_size"]), 12)
+    assert_bits_are_the_same(run(tmp_path, dtype=torch.bfloat16))
+
+
+@pytest.mark.parametrize(("scales", "is_turned"), [("block", True), ("channel", True), ("block", False)])
+def test_experts_of_qwen3_vl_in_fp8(scales: str, is_turned: bool, tmp_path: Path) -> None:
+    """A rule of the library's turns them round, if the file has them so."""
+    config = transformers.Qwen3VLMoeConfig(text_config=QWEN3_VL_MOE, vision_config=SMALL_TOWER)
+    reference = transformers.Qwen3VLMoeForConditionalGeneration(config).eval()
+    for parameter in reference.parameters():
+        torch.nn.init.normal_(parameter, std=0.12)
+    reference.save_pretrained(tmp_path)
+    write_stacked(tmp_path, reference, scales, "_scale_inv", in_memory=False, in_file=is_turned)
+    for engine in (run(tmp_path), Engine(tmp_path)):
+        assert_greedy(engine, reference, prompts(3, SIZES["vocab_size"]), 12)
+
+
+def test_experts_in_fp8_that_nothing_explains_are_refused(tmp_path: Path) -> None:
+    reference = reference_model("qwen3-moe", tmp_path, config=CONFIGS["qwen3-moe"])
+    write_stacked(tmp_path, reference, "block", "_of_another_name", in_memory=False, in_file=False)
+    for model_impl in ("native", "transformers"):
+        with pytest.raises(StartupError, match=r"the checkpoint has no tensor .*experts\.gate_up_proj_scale_inv"):
+            Engine(tmp_path, model_impl=model_impl)
+    file = tmp_path / "config.json"
+    config = json.loads(file.read_text())
+    del config["quantization_config"]
+    file.write_text(json.dumps(config))
+    for model_impl in ("native", "transformers"):
+        with pytest.raises(StartupError, match=r"gate_up_proj.weight is quantized, and config\.json has no quanti"):
+            Engine(tmp_path, model_impl=model_impl)
+
+
+def write_stacked(
+    folder: Path, model: PreTrainedModel, scales: str, ending: str, *, in_memory: bool, in_file: bool
+) -> None:
+    """Put experts in FP8 into a folder with the model, and what they mean into the model. in_memory, in_file: whether
+    an expert's rows are inputs."""
+    parts = {}
+    for name, tensor in model.state_dict().items():
+        parts[name] = tensor.clone()
+        if tensor.ndim == 3 and name.endswith("_proj"):
+            written = in_fp8(tensor.mT if in_memory else tensor, scales)
+            codes, of_codes, meant = (each.mT if each.ndim == 3 else each for each in written) if in_file else written
+            parts[name], parts[name + ending] = codes, of_codes
+            tensor.copy_(meant if in_memory == in_file else meant.mT)
+    for file in folder.glob("*.safetensors*"):
+        file.unlink()
+    save_file({name: each.contiguous() for name, each in parts.items()}, folder / "model.safetensors")
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = fp8_config(weight_block_size=[64, 64])
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def in_fp8(weights: torch.Tensor, scales: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """All experts' weights [experts, n, k] in FP8, their scales, and what these mean."""
+    if scales == "all":
+        scale = weights.abs().max() / 448
+        codes = (weights / scale).to(torch.float8_e4m3fn)
+        return codes, scale[None], codes.float() * scale
+    pieces = [half for each in weights for half in (each.chunk(2) if scales == "halves" else [each])]
+    kind = "one" if scales == "halves" else scales
+    written = [float8(kind, scale_name="scale", block=(64, 64))(each) for each in pieces]
+    codes, of_codes, meant = (
+        torch.stack(parts)
+        for parts in (
+            [parts["weight"] for parts, _ in written],
+            [parts["scale"] for parts, _ in written],
+            [values for _, values in written],
+        )
+    )
+    if scales == "halves":
+        return codes.view(weights.shape), of_codes.view(len(weights), 2, 1), meant.view(weights.shape)
+    return codes, of_codes, meant
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3-moe", "ministral3"])
+def test_a_kernel_does_all_of_attention(family: str, tmp_path: Path) -> None:
+    """Where the library's modules are Llama's or Qwen 3's; Ministral's scale queries by their positions."""
+    reference = reference_model(family, tmp_path, config=CONFIGS[family])
+    engine = run(tmp_path, dtype=torch.bfloat16)
+    found = [module.forward for module in engine.runner.model.model.modules() if hasattr(module, "q_proj")]
+    are_exchanged = [isinstance(each, SelfAttention) and each.has_equal_halves for each in found]
+    assert are_exchanged == [family != "ministral3"] * SIZES["num_hidden_layers"]
+    assert_bits_are_the_same(engine)
+    some = prompts(1, SIZES["vocab_size"])
+    engine.generate(some, 4)
+    native = Engine(tmp_path, dtype=torch.bfloat16)
+    native.generate(some, 1)
+    with torch.inference_mode():
+        expected = reference(torch.tensor(some)).logits[0, -1]
+    for logits in (engine.logits[0][0], native.logits[0][0]):
+        assert (logits - expected).pow(2).mean() < 0.03**2 * expected.pow(2).mean()
+
+
 @pytest.mark.parametrize("quantization", ["w8a8", "w4", "nf4"])
 @pytest.mark.parametrize("family", ["qwen3-moe", "glm4-moe", "gpt2"])
 def test_layers_are_quantized_as_they_are_read(family: str, quantization: str, tmp_path: Path) -> None:
@@ -217,6 +349,40 @@ def test_layers_are_quantized_as_they_are_read(family: str, quantization: str, t
             assert forms == {{"w8a8": "INT8", "w4": "INT4", "nf4": "FOUR_BIT"}[quantization]}
     assert any(isinstance(module, KernelExperts | KernelMlp | KernelLinear) for module in model.modules())
     assert_bits_are_the_same(engine)
+
+
+def test_a_routers_weight_is_multiplied_by_the_backend_or_refused(tmp_path: Path) -> None:
+    backend, linear = choose_backend(torch.bfloat16, torch.device("cpu")), torch.nn.functional.linear
+    weight, x, bias = (torch.randn(*shape, dtype=torch.bfloat16) for shape in ((8, 64), (3, 64), (8,)))
+    kept = KernelWeight.of(weight, backend)
+    assert (kept.shape, kept.dtype, kept.device.type, kept.size(1)) == ((8, 64), torch.bfloat16, "cpu", 64)
+    for product in (
+        linear(x.float(), kept.float()),
+        linear(x.float(), kept.type(torch.float32)),
+        linear(input=x.to(kept.dtype).float(), weight=kept.to(torch.float32)),
+        linear(x.float(), kept, bias.float()) - bias.float(),
+    ):
+        torch.testing.assert_close(product, x.float() @ weight.float().T, rtol=1e-4, atol=1e-4)
+        assert type(product) is torch.Tensor
+    for refused in (
+        lambda: x @ kept.T,
+        lambda: torch.matmul(x, kept),
+        lambda: linear(kept, kept),
+        lambda: torch.cat([kept, kept]),
+        lambda: x.to(kept),
+        lambda: kept.data,
+        lambda: kept[0],
+        kept.norm,
+    ):
+        with pytest.raises(Unsupported, match="it reads a router's weight by torch"):
+            refused()
+    reference_model("minimax-m2", tmp_path, config=CONFIGS["minimax-m2"])
+    model = load_library_modules(tmp_path, backend, Packed("none", 32), CONFIGS["minimax-m2"])
+    gate = model.model.layers[0].mlp.gate
+    assert isinstance(gate.weight, KernelWeight)
+    gate.forward = lambda x, *_: x @ gate.weight.T
+    with pytest.raises(Unsupported, match="it reads a router's weight by"):
+        TransformersModel(model, backend, is_ragged=False)
 
 
 def test_what_a_file_has_quantized_is_not_quantized_again(tmp_path: Path) -> None:

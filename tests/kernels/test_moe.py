@@ -32,6 +32,7 @@ EXPERTS, ACTIVE, HIDDEN, INTER = 10, 3, 96, 64
 Weights = dict[str, torch.Tensor]
 SOFTMAX = RouterConfig(4, has_normalized_weights=True)
 SIGMOID = replace(SOFTMAX, has_sigmoid_scores=True, scaling=2.5)
+ROUTERS = ("gate.weight", "gate.wg.weight", "router.weight")  # of the library's mixtures
 GROUPED = replace(SIGMOID, has_correction=True, num_groups=2, num_active_groups=2)
 
 
@@ -117,6 +118,23 @@ def test_a_row_has_the_same_bits_in_any_company(quantization: str) -> None:
     assert rms < {"none": 0.02, "w8a8": 0.1}.get(
         quantization, 0.5
     )  # of int8 and four bits, some tokens get another expert
+
+
+@pytest.mark.usefixtures("instruction_set")
+@pytest.mark.parametrize("name", ["glm4-moe", "gpt-oss", "hunyuan-moe", "minimax-m2"])
+def test_a_router_keeps_the_float32_of_its_file(name: str, tmp_path: Path) -> None:
+    """In bfloat16 its weights would lose 16 of their 24 bits, and experts change places."""
+    reference = reference_model(name, tmp_path).model.layers[1].mlp
+    backend = native_backend()
+    config = read_config(json.loads((tmp_path / "config.json").read_text()))
+    mlp = load_weights(tmp_path, config, backend).layers[1].mlp
+    assert isinstance(mlp, MoeMlp)
+    x = torch.randn(40, SIZES["hidden_size"], generator=torch.Generator().manual_seed(1)).bfloat16()
+    gate = next(each for part, each in reference.named_parameters() if part in ROUTERS).double()
+    bias = next((each for part, each in reference.named_parameters() if part == "router.bias"), torch.zeros(1))
+    found, expected = mlp.router.logits(x), x.double() @ gate.T + bias.bfloat16().double()
+    torch.testing.assert_close(found.double(), expected, atol=1e-5, rtol=1e-5)
+    assert torch.equal(found[3:20], mlp.router.logits(x[3:20]))
 
 
 @pytest.mark.parametrize("router", [SOFTMAX, SIGMOID, GROUPED])
@@ -304,4 +322,6 @@ def test_configurations() -> None:
     )
     with pytest.raises(StartupError, match="swiglu_alpha and swiglu_limit must be"):
         read("gpt-oss", "GptOssForCausalLM", swiglu_limit=5.0)
+    hunyuan = read("hunyuan-moe", "HunYuanMoEV1ForCausalLM", moe_topk=[3] * 32)
+    assert hunyuan.router.num_active == 3 and hunyuan.shared_intermediate_size == hunyuan.intermediate_size == 112
     assert read_config(CONFIGS["qwen3"].to_dict() | {"architectures": ["Qwen3ForCausalLM"]}).moe is None

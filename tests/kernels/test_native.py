@@ -404,7 +404,17 @@ def test_rotation_and_the_way_into_the_cache(
     """Without a norm, with one of each head, and with one of all heads together; of all dimensions,
     and of the first.
     """
-    heads, tokens = Heads(6, 2, 64, rotary_dim), 9
+    check_rotation(Heads(6, 2, 64, rotary_dim), norm_heads_of, group)
+
+
+@pytest.mark.parametrize(("group", "rotary_dim"), [(0, 64), (8, 32)])
+def test_norms_after_the_rotation(group: int, rotary_dim: int) -> None:
+    check_rotation(Heads(6, 2, 64, rotary_dim, norms_after_rotation=True), (1, 1), group)
+
+
+def check_rotation(heads: Heads, norm_heads_of: tuple[int, int] | None, group: int) -> None:
+    """norm_heads_of: whose norms the weights of q and of k are."""
+    tokens, rotary_dim = 9, heads.rotary_dim or heads.head_dim
     qkv = randn(tokens, 10 * 64)
     angles = torch.rand(tokens, rotary_dim // 2, generator=torch.Generator().manual_seed(1)) * 6
     slots = torch.randperm(64, generator=torch.Generator().manual_seed(2))[:tokens]
@@ -420,9 +430,11 @@ def test_rotation_and_the_way_into_the_cache(
     )
     expected = kv.clone()
     q, k, v = qkv.view(tokens, 10, 64).split_with_sizes([6, 2, 2], dim=1)
-    if norms[0] is not None and norms[1] is not None:
+    if not heads.norms_after_rotation:
         q, k = norm_heads(q, norms[0], EPS), norm_heads(k, norms[1], EPS)
     q, k = (rotary(each, angles.cos()[:, None], angles.sin()[:, None]) for each in (q, k))
+    if heads.norms_after_rotation:
+        q, k = norm_heads(q, norms[0], EPS), norm_heads(k, norms[1], EPS)
     attention = native_backend().make_attention(heads)
     inputs = AttentionInputs(
         [1] * tokens, [1] * tokens, [(int(slot) // 16,) for slot in slots], slots, ((angles.cos(), angles.sin()),)

@@ -26,6 +26,7 @@ FAMILIES = (
     "gemma2",
     "gemma3",
     "granite",
+    "hunyuan-dense",
     "olmo2",
     "olmo3",
     "phi3-longrope",

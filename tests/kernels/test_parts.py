@@ -287,8 +287,9 @@ def check_layer(config: ModelConfig, whole: LayerParts, parts: list[LayerParts])
         and [number for each in mixtures for number in each.numbers] == [*range(config.moe.num_experts)]
     )
     for each in mixtures:
-        columns = [(each.router.linear, [range(config.moe.num_experts)])]
-        check_columns(whole.mlp.router.linear, columns, hidden, is_logits=True)
+        assert each.router.linears.keys() == whole.mlp.router.linears.keys()
+        for name, linear in whole.mlp.router.linears.items():
+            check_columns(linear, [(each.router.linears[name], [range(linear.num_outputs)])], hidden, is_logits=True)
         assert each.router.config == whole.mlp.router.config
     for expert, found in zip(whole.mlp.experts, (expert for each in mixtures for expert in each.experts), strict=True):
         check_columns(expert.gate_up, [(found.gate_up, [range(config.moe.intermediate_size)])], hidden)
@@ -343,6 +344,7 @@ def check_model(location: Path, *, quantization: str = "none") -> None:
         "qwen2-moe",
         "glm4-moe",
         "ernie4-5",
+        "hunyuan-moe",
         "mixtral",
         "olmo2",
         "granite",

@@ -25,6 +25,7 @@ LLAMA3 = {
         (LLAMA3, "factor"),
         ({"rope_type": "linear"}, "factor"),
         ({"rope_type": "default"}, "rope_theta"),
+        ({"rope_type": "dynamic"}, "alpha"),
     ],
 )
 def test_a_number_of_rope_that_is_not_positive_is_refused(rope: dict[str, Any], name: str, value: Any) -> None:

@@ -15,6 +15,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 from transformers import PretrainedConfig
 
+from services.compute.backends.choose import choose_backend
 from services.compute.loop.engine import build_engine
 from services.compute.models.config import Packed
 from services.compute.models.transformers_attention import (
@@ -220,6 +221,23 @@ def test_states_follow_their_sequences(name: str, model_impl: str, tmp_path: Pat
     assert len(scheduler.block_manager.slots.free) == scheduler.max_num_seqs
 
 
+@pytest.mark.parametrize("name", RECURRENT)
+def test_a_sequence_that_comes_in_the_same_chunks_has_the_same_bits_in_bfloat16(name: str, tmp_path: Path) -> None:
+    """Alone, in a batch, and in other blocks; what other chunks do is the library's own affair."""
+    make(name, tmp_path)
+    some = prompts(5, SIZES["vocab_size"])
+    loaded = run_on_library(tmp_path, dtype=torch.bfloat16)
+    together = Engine(loaded, max_batched_tokens=sum(map(len, some)))
+    tokens = together.generate(some, 12)
+    elsewhere = Engine(loaded, max_batched_tokens=sum(map(len, some)), block_size=3)
+    assert elsewhere.generate(some, 12) == tokens
+    for number, prompt in enumerate(some):
+        alone = Engine(loaded)
+        assert alone.generate([prompt], 12) == [tokens[number]]
+        for other in (alone.logits[0], elsewhere.logits[number]):
+            assert torch.equal(torch.stack(other), torch.stack(together.logits[number]))
+
+
 @pytest.mark.parametrize("model_impl", ["native", "transformers"])
 def test_states_take_memory_before_the_cache_and_bound_the_places(
     model_impl: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -243,6 +261,31 @@ def test_states_take_memory_before_the_cache_and_bound_the_places(
     assert kv <= (free - 25 * model.state_bytes) // 4
     with pytest.raises(StartupError, match="--max-num-seqs 201: the states of as many sequences take"):
         build(max_num_seqs=201)
+    states = "beside the weights, .*iB for the states of --max-num-seqs sequences and .*iB to work in"
+    with pytest.raises(StartupError, match=f"only .*iB are free {states}"):
+        build(max_num_seqs=100, kv_cache_memory=free)
+    with pytest.raises(StartupError, match=f"would have 0 bytes {states}; .* or lower --max-num-seqs"):
+        build(max_num_seqs=200)
+
+
+def test_a_model_without_keys_and_values_has_memory_for_its_states(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make("mamba2", tmp_path)
+    shutil.copy(DEMO_MODEL / "tokenizer.json", tmp_path)
+    files = open_model(str(tmp_path), weights=True)
+    state_bytes = run_on_library(tmp_path).runner.model.state_bytes
+    monkeypatch.setattr("services.compute.loop.engine.free_memory", lambda _: state_bytes * 200)
+
+    def sizes(**options: Any) -> tuple[int, int, int]:
+        """Places, the longest sequence, and blocks."""
+        engine = build_engine(ComputeSettings(dtype="float32", num_threads=1, **options), files)
+        return engine.scheduler.max_num_seqs, engine.max_model_len, engine.scheduler.block_manager.num_blocks
+
+    assert sizes() == (50, 1 << 15, 50 * (1 << 11))  # a quarter of 200
+    assert sizes(max_model_len=60) == (50, 60, 50 * 4)
+    assert sizes(max_model_len=60, kv_cache_memory=state_bytes * 7) == (7, 60, 7 * 4)
+    assert sizes(max_model_len=60, max_num_seqs=200) == (200, 60, 200 * 4)
 
 
 @pytest.mark.sampled(2)
@@ -316,6 +359,44 @@ def test_what_a_row_of_several_sequences_would_make_wrong_is_found(tmp_path: Pat
         model.eval().set_attn_implementation(ATTENTION)
         with pytest.raises(Unsupported, match=reason):
             TransformersModel(model, FLOAT32, is_ragged=True)
+
+
+@pytest.mark.parametrize(("num_tokens", "continues_chunks"), [(1, None), (4, False), (5, True)])
+def test_a_layer_that_forgets_its_state_is_found(
+    num_tokens: int, continues_chunks: bool | None, tmp_path: Path
+) -> None:
+    """Where so many tokens or more follow it, though another layer of the kind reads its own. Tokens of a probe that
+    follow at once are one more than the convolution's three."""
+    model = make("lfm2", tmp_path)
+
+    def forget(_: object, __: object, terms: dict[str, Any]) -> None:
+        cache = next(each for each in terms.values() if isinstance(each, PassingCache))
+        if terms["hidden_states"].shape[1] >= num_tokens:
+            assert cache.states is not None
+            cache.states.layers.pop((2, 0), None)
+
+    model.model.layers[2].conv.register_forward_pre_hook(forget, with_kwargs=True)
+    if continues_chunks is None:
+        with pytest.raises(Unsupported, match="it forgets a sequence from one token to the next"):
+            TransformersModel(model, FLOAT32, is_ragged=False)
+    else:
+        assert TransformersModel(model, FLOAT32, is_ragged=False).continues_chunks == continues_chunks
+
+
+def test_layers_that_hand_over_another_dtype_have_no_kernel(tmp_path: Path) -> None:
+    """Which reads the backend's bytes."""
+    config = transformers.Starcoder2Config(**SIZES | {"hidden_size": 128})
+    reference_model("starcoder2", tmp_path, config=config)
+    backend = choose_backend(torch.bfloat16, torch.device("cpu"))
+    model = load_library_modules(tmp_path, backend, Packed("none", 32), config)
+    wider = torch.nn.Identity()
+    wider.register_forward_hook(lambda _, __, output: output.float())
+    attention = model.model.layers[1].self_attn
+    attention.q_proj = torch.nn.Sequential(attention.q_proj, wider)
+    register()
+    model.set_attn_implementation(ATTENTION)
+    executor = TransformersModel(model, backend, is_ragged=True)
+    assert executor.kernels.keys() == executor.shapes.keys() - {1}
 
 
 def test_every_question_that_the_library_can_ask_of_a_cache_is_answered_or_refused() -> None:

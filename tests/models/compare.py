@@ -3,6 +3,7 @@ those of `generate`.
 """
 
 import random
+import re
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ from typing import Any
 
 import torch
 import transformers.models.llama.modeling_llama  # noqa: F401  what all models import, once for all processes
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import services.compute.models.transformers_model
@@ -19,7 +21,7 @@ from services.compute.loop.engine import Engine, build_engine
 from services.compute.scheduling.offline import run_step
 from services.compute.sequence import Request, Sequence, Tokens
 from services.compute.sequence.batch import ScheduledBatch
-from shared.model.files import DEMO_MODEL, open_model
+from shared.model.files import DEMO_MODEL, ModelFiles, open_model
 from shared.model.sampling_params import SamplingParams
 from shared.process.errors import StartupError
 from shared.process.settings import ComputeSettings
@@ -32,6 +34,8 @@ NUM_TOKENS = 20
 # of a logit, whose standard deviation is about 1
 LARGEST_DIFFERENCE = 1e-2
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+# what transformers writes in other names than it reads, and than is published
+WRONGLY_NAMED = {"kimi_k25_vl": (r"^language_model\.model\.blocks", "language_model.model.layers")}
 OWN_VALUES = (
     "a_log",
     "dt_bias",
@@ -74,12 +78,9 @@ def compare(name: str, blueprint: Blueprint, folder: Path, converter: Path | Non
     model_class = blueprint.model_class(config)
     write_checkpoint(name, model_class, config, folder)
     files = open_model(str(folder if converter is None else convert(name, folder, converter)), weights=True)
-    try:
-        engine = build_engine(settings(), files)
-    except StartupError as error:
-        result.outcome = f"refused: {error}"
+    engine, result.outcome = build(files)
+    if engine is None:
         return result
-    result.outcome = engine.runner.model.implementation.removeprefix("transformers (").removesuffix(")")
     reference = model_class.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
     expected = [greedy(reference, prompt) for prompt in PROMPTS]
     logits: dict[int, list[Tensor]] = {}
@@ -91,11 +92,24 @@ def compare(name: str, blueprint: Blueprint, folder: Path, converter: Path | Non
     return result
 
 
+def build(files: ModelFiles) -> tuple[Engine | None, str]:
+    """The engine, and how it runs the model; None: why it refuses to."""
+    try:
+        engine = build_engine(settings(), files)
+    except StartupError as error:
+        return None, f"refused: {error}"
+    return engine, engine.runner.model.implementation.removeprefix("transformers (").removesuffix(")")
+
+
 def write_checkpoint(name: str, model_class: Any, config: Any, folder: Path) -> None:
     torch.manual_seed(sum(map(ord, name)))
     model = model_class._from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
     randomize(model)
     model.save_pretrained(folder)
+    if name in WRONGLY_NAMED:
+        weights = folder / "model.safetensors"
+        named = {re.sub(*WRONGLY_NAMED[name], key): value for key, value in load_file(weights).items()}
+        save_file(named, weights, {"format": "pt"})
     for file in TOKENIZER:
         shutil.copy(DEMO_MODEL / file, folder / file)
 

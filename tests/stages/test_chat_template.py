@@ -159,6 +159,17 @@ def test_a_broken_template_is_said_once_at_the_start_and_blames_no_message(
     assert len(caplog.records) == 1
 
 
+def test_where_the_worker_does_not_start_the_words_of_a_template_count_and_the_log_says_so(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(chat_template, "WORKER", "services.tokenizer.of_no_name")
+    text = "{{ tools }} <tool_call> {{ messages[0].tool_calls | tojson }}"
+    assert ChatTemplate(Texts(text)).parsers("auto", "auto") == {"tool_calls": "hermes"}
+    *starts, last = (record.getMessage() for record in caplog.records)
+    assert len(starts) == chat_template.NUM_TRIES and all("did not start" in each for each in starts)
+    assert "could not be tried" in last and last.endswith("tool_calls=hermes")
+
+
 def test_a_model_without_a_template_says_so() -> None:
     [found] = ChatTemplate(Texts(None)).render([say("Hi")])
     assert isinstance(found, Invalid) and found.code == "no_chat_template"

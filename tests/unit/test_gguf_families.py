@@ -73,6 +73,16 @@ def test_what_would_change_every_answer_is_refused(architecture: str, key: str, 
         find_family(head_of(architecture, **{key: neutral}))
 
 
+@pytest.mark.parametrize("architecture", ["glm4moe", "lfm2moe", "llama4", "minimax-m2", "nemotron_h_moe"])
+def test_experts_that_a_file_chooses_otherwise_than_the_class_are_refused(architecture: str) -> None:
+    for same in (0, 2):
+        find_family(head_of(architecture, expert_gating_func=same))
+    find_family(head_of(architecture))
+    for other in (1, 3, 4):
+        with pytest.raises(StartupError, match=rf"{architecture}.expert_gating_func is {other}; .* those with 2 or 0"):
+            find_family(head_of(architecture, expert_gating_func=other))
+
+
 @pytest.mark.parametrize(("seeing", "text"), [("qwen2vl", "qwen2"), ("qwen3vl", "qwen3"), ("qwen3vlmoe", "qwen3moe")])
 def test_the_text_part_of_a_model_that_sees_is_a_text_model(seeing: str, text: str) -> None:
     more = {"expert_count": 6, "expert_used_count": 2} if text == "qwen3moe" else {}

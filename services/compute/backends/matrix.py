@@ -178,7 +178,7 @@ class Grouped(Coded):
         )
         return replace(self, scales=of_groups(self.scales, self.steps), minima=minima, steps=None, minimum_steps=None)
 
-    def in_halves(self) -> "Grouped":
+    def with_half_scales(self) -> "Grouped":
         """The same with scales and minima rounded to float16, if that changes those of no column by
         more than ROUNDING, root mean square."""
         plain = self.without_steps()
@@ -314,13 +314,28 @@ def _join(parts: Sequence[OneForm], dtype: torch.dtype) -> OneForm:
         return _join_float8([part for part in parts if isinstance(part, Float8)])
     if isinstance(first, Dense):
         return Dense(torch.cat([part.dequantize(dtype) for part in parts]))
-    names = (
-        first.by_group() if isinstance(first, Grouped) else () if isinstance(first, Int8Columns) else ("zeros", "steps")
-    )
-    joined: dict[str, Any] = {
-        name: torch.cat([getattr(part, name) for part in parts]) for name in {"codes", "scales", *names}
-    }
+    joined: dict[str, Any] = {name: torch.cat([getattr(part, name) for part in parts]) for name in _by_output(first)}
     return replace(first, **joined)
+
+
+def _by_output(matrix: Int8Columns | Int4Columns | Grouped) -> set[str]:
+    """The parts that have a row for each output."""
+    names = ("zeros", "steps") if isinstance(matrix, Int4Columns) else ()
+    return {"codes", "scales", *(matrix.by_group() if isinstance(matrix, Grouped) else names)}
+
+
+def reordered(matrix: OneForm, order: Tensor) -> OneForm:
+    """The matrix with its outputs in another order. order: [n] int64, the place of each in `matrix`. A block of
+    FP8 whose outputs do not stay together gets a scale for each output."""
+    if isinstance(matrix, Dense):
+        return Dense(matrix.weight[order])
+    if isinstance(matrix, Float8):
+        codes = matrix.codes.view(torch.uint8)[order].view(matrix.codes.dtype)
+        if torch.equal(order // matrix.height, torch.arange(len(order)) // matrix.height):
+            return replace(matrix, codes=codes)
+        return Float8(codes, matrix.by_output().scales[order], matrix.group)
+    moved: dict[str, Any] = {name: getattr(matrix, name)[order] for name in _by_output(matrix)}
+    return replace(matrix, **moved)
 
 
 def _join_float8(parts: Sequence[Float8]) -> Float8:

@@ -67,6 +67,11 @@ class BlockManager:
         self._num_unheld = 0  # within `without`: those that only that sequence holds
 
     @property
+    def begins_again(self) -> bool:
+        """Whether a sequence that goes back is computed from its beginning: its state has no log."""
+        return self.slots is not None and not self.slots.log_length
+
+    @property
     def num_free_blocks(self) -> int:
         return len(self.empty) + len(self.evictable) + self._num_unheld
 

@@ -93,13 +93,17 @@ def choose_group(settings: ComputeSettings, config: CacheShape) -> int:
 
 
 def choose_num_blocks(
-    settings: ComputeSettings, configs: Sequence[CacheShape], backend: Backend, workspace_bytes: int
+    settings: ComputeSettings,
+    configs: Sequence[CacheShape],
+    backend: Backend,
+    workspace_bytes: int,
+    state_bytes: int = 0,
 ) -> int:
     """As many blocks as fit in the memory asked for, or in a share of what is free now and stays
     so. Raises StartupError if not even one does.
 
     configs: of the models that have a cache each, of as many blocks; workspace_bytes: what the
-    largest step will take.
+    largest step will take; state_bytes: the states of as many sequences as there are places.
     """
     block_bytes = sum(
         config.num_kv_layers
@@ -109,19 +113,20 @@ def choose_num_blocks(
     )
     if not block_bytes:
         return NO_LIMIT
-    free = max(free_memory(backend.device) - workspace_bytes, 0)
+    free = max(free_memory(backend.device) - workspace_bytes - state_bytes, 0)
+    states = f", {size_text(state_bytes)} for the states of --max-num-seqs sequences" if state_bytes else ""
+    beside = f"the weights{states} and {size_text(workspace_bytes)} to work in"
     wanted = settings.kv_cache_memory
     if wanted is None:
         wanted_bytes = int(free * choose_share(settings, backend.device))
     elif wanted <= free:
         wanted_bytes = int(wanted)
     else:
-        beside = f"the weights and {size_text(workspace_bytes)} to work in"
         raise StartupError(f"--kv-cache-memory {size_text(wanted)}: only {size_text(free)} are free beside {beside}")
     if wanted_bytes < block_bytes:
         raise StartupError(
-            f"the KV cache would have {size_text(wanted_bytes)}, one block of it takes {size_text(block_bytes)}: "
-            "raise --kv-cache-memory"
+            f"the KV cache would have {size_text(wanted_bytes)} beside {beside}; one block of it takes "
+            f"{size_text(block_bytes)}: raise --kv-cache-memory{' or lower --max-num-seqs' if state_bytes else ''}"
         )
     return wanted_bytes // block_bytes
 

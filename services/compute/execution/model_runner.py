@@ -69,6 +69,11 @@ class Model(Protocol):
         ...
 
     @property
+    def has_kv(self) -> bool:
+        """Whether its tokens have keys and values: else blocks account for lengths alone, and hold next to nothing."""
+        ...
+
+    @property
     def state_bytes(self) -> int:
         """Bytes that a running sequence needs in addition to its keys and values, of states."""
         ...

@@ -36,15 +36,25 @@ class DenseLayer:
         return self.activation(product if self.bias is None else product + self.bias)
 
 
-def read_dense_layers(folder: Path) -> tuple[DenseLayer, ...]:
-    """Read the Dense layers that modules.json lists, in their order; none without that file. Raises StartupError."""
+def read_dense_layers(folder: Path, num_inputs: int | None) -> tuple[DenseLayer, ...]:
+    """Read the Dense layers that modules.json lists, in their order; none without that file. num_inputs: dimensions
+    of a state; None: config.json does not say. Raises StartupError."""
     file = folder / "modules.json"
     try:
         modules = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else []
         names = [str(each["path"]) for each in modules if str(each["type"]).endswith(".Dense")]
-        return tuple(read_dense_layer(folder / name) for name in names)
+        layers = tuple(read_dense_layer(folder / name) for name in names)
     except (OSError, ValueError, KeyError, TypeError, RecursionError, SafetensorError) as error:
         raise StartupError(f"{file}: its Dense layers can't be read: {error!r}") from None
+    for name, layer in zip(names, layers, strict=True):
+        shape, bias_shape = layer.weight.shape, None if layer.bias is None else layer.bias.shape
+        if len(shape) != 2 or shape[1] != (num_inputs or shape[1]) or bias_shape not in (None, shape[:1]):
+            raise StartupError(
+                f"{folder / name}: linear.weight has the shape {shape}, linear.bias {bias_shape}; a layer behind "
+                f"{num_inputs or 'any'} dimensions has (n, {num_inputs or 'any'}) and (n,) or none"
+            )
+        num_inputs = shape[0]
+    return layers
 
 
 def read_dense_layer(folder: Path) -> DenseLayer:

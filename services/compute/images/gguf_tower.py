@@ -10,6 +10,7 @@ from gguf import MODEL_ARCH
 from gguf.quants import dequantize
 from torch import Tensor
 
+from services.compute.weights.source import in_halves
 from shared.model.gguf.reader import GgufHead, TensorInfo, read_head
 from shared.process.errors import StartupError
 
@@ -57,14 +58,8 @@ def of_parameter(head: GgufHead, names: Any, family: str, name: str, like: Tenso
     if stem.endswith("mm_soft_emb_norm"):
         return found - 1  # the file has it with its offset
     if stem.startswith("vision_tower.transformer.") and stem.endswith(("q_proj", "k_proj")):
-        return in_halves(found, head.number("clip.vision.attention.head_count"))
+        return found[in_halves(len(found), len(found) // head.number("clip.vision.attention.head_count"))]
     return found.reshape(like.shape) if found.numel() == like.numel() else found  # of leading dimensions of 1
-
-
-def in_halves(rows: Tensor, num_heads: int) -> Tensor:
-    """Rows of a projection whose pairs to rotate are neighbours, as the library's modules have them:
-    a head's first half beside its second. rows: [heads · head_dim, in]."""
-    return rows.reshape(num_heads, -1, 2, rows.shape[1]).transpose(1, 2).reshape(rows.shape)
 
 
 def library_name(family: str, name: str) -> str:

@@ -59,7 +59,6 @@ from services.compute.speculation.medusa import MedusaHeads
 from services.compute.speculation.proposer import Proposer
 from services.compute.weights.fingerprint import fingerprint, vision_fingerprint, with_drafts
 from shared.model.files import ModelFiles
-from shared.model.gguf.library_families import LIBRARY_FAMILIES
 from shared.model.grammar import Vocabulary, load_vocabulary
 from shared.model.segments import SEGMENT_MULTIPLE
 from shared.model.vision.families import Dynamic
@@ -72,6 +71,7 @@ from shared.process.telemetry import get_logger
 # longer than any step, even with a kernel's compilation, or with 512 tokens of a large model on a few
 # slow cores
 CUDA_STEP_S, CPU_STEP_S = 300.0, 3600.0
+DEFAULT_LENGTH = 1 << 15  # tokens, of a sequence that neither its model nor a cache bounds
 SHARED_CORES_INTERVAL_S = 0.05  # text that grows twenty times a second still flows
 
 log = get_logger("penstock.compute")
@@ -119,12 +119,15 @@ def choose_limits(settings: ComputeSettings, device: torch.device) -> BatchLimit
 
 def bound_by_states(settings: ComputeSettings, limits: BatchLimits, model: Model) -> BatchLimits:
     """As many places as there is memory for their sequences' states: by default half of the KV cache's
-    share. Raises StartupError if that is too little for the number asked for."""
+    share, or all of it where there are no keys and values. Raises StartupError if that is too little for the number
+    asked for."""
     if not model.state_bytes:
         return limits
     free, count = free_memory(model.backend.device), limits.max_num_seqs
     if settings.max_num_seqs is None:
-        count = max(1, min(count, int(free * choose_share(settings, model.backend.device) / 2) // model.state_bytes))
+        share = free * choose_share(settings, model.backend.device)
+        memory = share / 2 if model.has_kv else settings.kv_cache_memory or share
+        count = max(1, min(count, int(memory) // model.state_bytes))
     if count * model.state_bytes > free:
         raise StartupError(
             f"--max-num-seqs {count}: the states of as many sequences take {size_text(count * model.state_bytes)}, and "
@@ -167,25 +170,12 @@ def choose_speculators(settings: ComputeSettings, model: Model) -> tuple[str, ..
     return tuple(settings.speculate.split(","))
 
 
-# classes whose GGUF files the library's modules alone read: the native loader knows the published names only
-OF_THE_LIBRARY = frozenset(each.architecture for each in LIBRARY_FAMILIES.values() if not each.is_native)
-
-
-def is_native_model(settings: ComputeSettings, files: ModelFiles) -> bool:
-    """Whether our own executor runs the model, rather than transformers' modules."""
-    if settings.model_impl != "auto":
-        return settings.model_impl == "native"
-    if files.weights.is_file() and files.config["architectures"][0] in OF_THE_LIBRARY:
-        return False
-    return is_native(files.config)
-
-
 def load_model(
     settings: ComputeSettings, files: ModelFiles, backend: Backend, max_model_len: int | None, place: Placement = ALONE
 ) -> Model:
     """The model as the settings want it run, or this place's part of it. max_model_len: of the
     longest sequence, in tokens; None: as many as the cache holds. Raises StartupError."""
-    if is_native_model(settings, files):
+    if is_native(files, settings.model_impl):
         config = read_config(files.config, max_model_len)
         return load_decoder(
             place,
@@ -216,10 +206,8 @@ def load_model(
         )
         load_modules = partial(load_library_modules, files.weights, backend, packing)
         if files.labels or is_encoder(files.config, files.folder):
-            if settings.quantization != "none":
-                raise StartupError(
-                    f"--quantization {settings.quantization}: {files.name} is an encoder; these are not quantized"
-                )
+            if packing.option:
+                raise StartupError(f"{packing.option}: {files.name} is an encoder; these are not quantized")
             if files.weights.is_file():
                 return load_gguf_encoder(files.folder, backend, load_modules)
             load = load_classifier if files.labels else load_encoder
@@ -275,7 +263,7 @@ def load_models(settings: ComputeSettings, files: ModelFiles, end: Group | Membe
     """Open the backend, and load the models. Raises StartupError."""
     device = choose_device(settings.device, 0 if end is None or end.memory_fd is None else end.rank)
     backend = open_backend(settings, files, device, settings.num_threads if end is None else end.num_threads)
-    if end is not None and not is_native_model(settings, files):  # its dtype is not to blame
+    if end is not None and not is_native(files, settings.model_impl):  # its dtype is not to blame
         raise StartupError(
             f"{files.name} runs on the transformers library, whole: a group of ranks divides native models only "
             "(--tensor-parallel-size)"
@@ -315,15 +303,15 @@ def load_engine(settings: ComputeSettings, files: ModelFiles, group: Group | Non
     heads = load_heads(settings, speculators, model)
     images = load_images(settings, limits, files, model)
     is_encoder = not model.splits_prompts
-    workspace_bytes = reserve(settings, loaded, heads) + limits.max_num_seqs * model.state_bytes
+    workspace_bytes, state_bytes = reserve(settings, loaded, heads), limits.max_num_seqs * model.state_bytes
     caches = [*cached_models(loaded, group), *([heads.config] if isinstance(heads, EagleHead) else [])]
     identity = fingerprint(settings, files, model.backend)
     if group is not None:
         group.identify(loaded.describe(settings, identity.name))
     size = (
-        size_encoder_cache(settings, limits, model, limit)
-        if is_encoder
-        else size_cache(settings, caches, limit, backend, workspace_bytes, group)
+        size_cache(settings, caches, limit, backend, workspace_bytes, group, state_bytes)
+        if model.has_kv
+        else count_blocks(settings, limits, model, limit)
     )
     kv_cache = KVCache(
         model.config,
@@ -372,7 +360,7 @@ def load_engine(settings: ComputeSettings, files: ModelFiles, group: Group | Non
         load_vocabulary=partial(load_vocabulary, files.folder, model.config.vocab_size, files.eos_token_ids),
         max_model_len=size.max_model_len,
         pooling=files.pooling or ("mean" if is_encoder else "last"),
-        dense_layers=read_dense_layers(files.folder),
+        dense_layers=read_dense_layers(files.folder, files.hidden_size),
         fingerprint=identity.name,
         is_encoder=is_encoder or (isinstance(model, Decoder) and model.config.is_bare),
         no_segments=refuse_segments(model, settings.block_size),
@@ -520,21 +508,21 @@ def size_cache(
     backend: Backend,
     workspace_bytes: int,
     end: Group | Member | None,
+    state_bytes: int = 0,
 ) -> CacheCapacity:
     """The cache that fits in memory, on all ranks of a group. configs: of all models that have one;
-    limit: the longest sequence wanted, in tokens; None: as many as the cache holds. Raises StartupError."""
-    num_blocks = choose_num_blocks(settings, configs, backend, workspace_bytes)
+    limit: the longest sequence wanted, in tokens; None: as many as the cache holds; state_bytes: as for
+    choose_num_blocks. Raises StartupError."""
+    num_blocks = choose_num_blocks(settings, configs, backend, workspace_bytes, state_bytes)
     if end is not None:
         num_blocks = agree_on_blocks(end, num_blocks)
     return CacheCapacity(num_blocks, smallest(limit, num_blocks * settings.block_size))
 
 
-def size_encoder_cache(
-    settings: ComputeSettings, limits: BatchLimits, model: Model, limit: int | None
-) -> CacheCapacity:
-    """Blocks that account for an encoder's texts, for as many of the longest as a step has places;
-    they hold next to nothing. limit: as for size_cache."""
-    longest = smallest(limit, model.longest_text)
+def count_blocks(settings: ComputeSettings, limits: BatchLimits, model: Model, limit: int | None) -> CacheCapacity:
+    """Blocks that account for lengths, of a model without keys and values: for as many of the longest sequences as a
+    step has places. limit: as for size_cache."""
+    longest = smallest(limit, model.longest_text) or (DEFAULT_LENGTH if model.splits_prompts else None)
     num_blocks = limits.max_num_seqs * -(-(longest or limits.max_batched_tokens) // settings.block_size)
     return CacheCapacity(num_blocks, smallest(longest, num_blocks * settings.block_size))
 

@@ -52,6 +52,7 @@ FIGURES_EVERY_S = 0.5  # as often as the heartbeat of a replica that is watched
 IDLE_WAIT_S = 0.2  # for prompts or decisions, with nothing to compute
 OPENING_WAIT_S = 0.002  # the same, while a grammar is being compiled, or masks are being filled
 MASK_BUDGET_S = 0.01  # for masks, when a step's forward pass is over; rows without one sit out
+STATES_MASK_BUDGET_S = 2.0  # the same, of a model that would compute the row's whole sequence again
 
 
 class ComputeService:
@@ -243,6 +244,9 @@ class ComputeService:
         logits = self.executor.logits(batch, hidden, rows)
         self.meter.lap("forward")
         masks = masking.result(MASK_BUDGET_S) if masking is not None else NO_MASKS
+        if masking is not None and masks.late and self.scheduler.block_manager.begins_again:
+            self.constraints.hold_back({key.handle for key in masks.late})  # the next are filled before their rows run
+            masks = masking.result(STATES_MASK_BUDGET_S)
         reduction = begin_reduction(logits, list(rows.values()), self.executor.row_search, masks)
         self.hold_back(
             [rows[key] for key in batch.firsts if key in masks.late and key in rows], {key.handle for key in masks.late}

@@ -14,12 +14,15 @@ from services.compute.models.mixtures import (
     deepseek_mixture,
     ernie_mixture,
     gated_qwen_mixture,
+    hunyuan_mixture,
     mixture_of_all_layers,
     num_experts_of,
     qwen_mixture,
 )
 from services.compute.models.rope import no_rope, read_rope
 from services.compute.models.sizes import LARGEST, check_size, check_sizes
+from shared.model.files import ModelFiles
+from shared.model.gguf.library_families import LIBRARY_FAMILIES
 from shared.process.errors import StartupError
 
 # what a config.json leaves out has the default of the model's class in transformers, where that is
@@ -55,6 +58,8 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     | {"first_k_dense_replace": 1},
     "GptOssForCausalLM": _EPS
     | {"head_dim": 64, "sliding_window": 128, "rope_theta": 150_000.0, "attention_bias": True},
+    "HunYuanDenseV1ForCausalLM": _EPS,
+    "HunYuanMoEV1ForCausalLM": _EPS,
     "InternLM3ForCausalLM": _EPS | _HEADS,
     "Ministral3ForCausalLM": _EPS | _HEADS | {"rope_parameters": _MINISTRAL3_ROPE},
     "MiniMaxM2ForCausalLM": _HEADS | {"rope_theta": 5_000_000.0},
@@ -86,6 +91,14 @@ YARN = {
     "original_max_position_embeddings": 4096,
 }
 
+# whose GGUF files have names and forms that the native loader does not know
+LIBRARY_ARCHITECTURES = frozenset(
+    name
+    for family in LIBRARY_FAMILIES.values()
+    if not family.is_native
+    for name in (family.architecture, *family.others)
+)
+
 
 def architecture_of(config: Config) -> str:
     """The first that config.json names, with the head that a bare decoder lacks (MistralModel, Qwen3Model); `none`
@@ -97,18 +110,40 @@ def architecture_of(config: Config) -> str:
     return whole if names[0].endswith("Model") and whole in ARCHITECTURES else names[0]
 
 
+def is_native(files: ModelFiles, model_impl: str) -> bool:
+    """Whether our own executor runs the model, rather than transformers' modules. model_impl: what --model-impl
+    asks for. Raises StartupError if that is an executor that can't."""
+    reason = lack_of(files.config)
+    if not reason and files.weights.is_file() and architecture_of(files.config) in LIBRARY_ARCHITECTURES:
+        reason = f"GGUF files of {architecture_of(files.config)} are read by transformers' modules only"
+    if reason and model_impl == "native":
+        raise StartupError(f"--model-impl native: {files.name}: {reason}")
+    return not reason and model_impl != "transformers"
+
+
+def lack_of(config: Config) -> str:
+    """Why no reader here reads a parsed config.json, of a model that sees its text's part; empty: one does. Raises
+    StartupError."""
+    architecture, kind = architecture_of(config), config.get("model_type", "llama")
+    if architecture not in ARCHITECTURES:
+        return f"architecture {architecture} is not supported; these are: {', '.join(sorted(ARCHITECTURES))}"
+    if ARCHITECTURES[architecture] is _llava and kind not in TEXTS:
+        return (
+            f"config.json: a text_config of the model_type {kind} is not supported here; these are: {', '.join(TEXTS)}"
+        )
+    return ""
+
+
 def read_config(config: Config, max_model_len: int | None = None) -> ModelConfig:
     """The parsed config.json as a ModelConfig. Raises StartupError for what the executor can't run.
 
     max_model_len: the longest sequence that will be computed, if it is not the model's own (see
     read_rope).
     """
+    if reason := lack_of(config):
+        raise StartupError(reason)
     architecture = architecture_of(config)
-    reader = ARCHITECTURES.get(architecture)
-    if reader is None:
-        raise StartupError(
-            f"architecture {architecture} is not supported; these are: {', '.join(sorted(ARCHITECTURES))}"
-        )
+    reader = ARCHITECTURES[architecture]
     config = DEFAULTS.get(architecture, {}) | config
     quantized = config.get("quantization_config") or config.get("compression_config") or {}
     if not isinstance(quantized, dict):
@@ -289,7 +324,7 @@ def _gpt_oss(config: Config, max_model_len: int) -> ModelConfig:
         activation="clamped_swiglu",
         has_sinks=True,
         sliding_windows=_windows(config, layer_kinds(config, SLIDING, pattern=2)),
-        moe=replace(mixture_of_all_layers(config, has_normalized_weights=True), has_bias=True),
+        moe=replace(mixture_of_all_layers(config, has_normalized_weights=True), has_bias=True, router_name="router"),
     )
 
 
@@ -343,19 +378,7 @@ def _gemma3(config: Config, max_model_len: int) -> ModelConfig:
 
 def _llava(config: Config, max_model_len: int) -> ModelConfig:
     """The text part of a model that sees: one of other families, as its model_type says."""
-    kind = str(config.get("model_type", "llama"))
-    if kind not in TEXTS:  # asked for with --model-impl native
-        raise StartupError(
-            f"config.json: a text_config of the model_type {kind} is not supported here; these are: {', '.join(TEXTS)}"
-        )
-    return TEXTS[kind](config, max_model_len)
-
-
-def is_native(config: Config) -> bool:
-    """Whether an architecture here is the model's. config: a parsed config.json, of a model that sees its
-    text's part."""
-    reader = ARCHITECTURES.get(architecture_of(config))
-    return reader is not None and (reader is not _llava or config.get("model_type", "llama") in TEXTS)
+    return TEXTS[config.get("model_type", "llama")](config, max_model_len)
 
 
 def _olmo2(config: Config, max_model_len: int) -> ModelConfig:
@@ -420,6 +443,15 @@ def _ernie_moe(config: Config, max_model_len: int) -> ModelConfig:
     return replace(_ernie(config, max_model_len), moe=ernie_mixture(config))
 
 
+def _hunyuan(config: Config, max_model_len: int) -> ModelConfig:
+    """Hunyuan: norms of q and k after the rotation."""
+    return replace(llama(config, max_model_len), has_qk_norm=True, norms_after_rotation=True)
+
+
+def _hunyuan_moe(config: Config, max_model_len: int) -> ModelConfig:
+    return replace(_hunyuan(config, max_model_len), moe=hunyuan_mixture(config))
+
+
 def _seed_oss(config: Config, max_model_len: int) -> ModelConfig:
     read = llama(config, max_model_len)
     return replace(read, has_output_bias=bool(config.get("attention_out_bias", False)))
@@ -471,6 +503,8 @@ ARCHITECTURES: dict[str, Callable[[Config, int], ModelConfig]] = {
     "Glm4MoeForCausalLM": _glm4_moe,
     "GptOssForCausalLM": _gpt_oss,
     "GraniteForCausalLM": granite,
+    "HunYuanDenseV1ForCausalLM": _hunyuan,
+    "HunYuanMoEV1ForCausalLM": _hunyuan_moe,
     "Idefics3ForConditionalGeneration": _llava,
     "InternLM3ForCausalLM": _internlm3,
     "InternVLForConditionalGeneration": _llava,

@@ -25,6 +25,13 @@ class Packed:
     lm_head: bool = False  # the same
 
     @property
+    def option(self) -> str:
+        """The first option of the command line that asks for it; empty: nothing is quantized."""
+        if self.quantization != "none":
+            return f"--quantization {self.quantization}"
+        return "--quantize-attention-output" * self.attention_output or "--quantize-lm-head" * self.lm_head
+
+    @property
     def of_output(self) -> str:
         return self.quantization if self.attention_output else IN_EIGHT_BITS.get(self.quantization, self.quantization)
 
@@ -65,6 +72,7 @@ class ModelConfig:
     sliding_windows: tuple[int | None, ...]  # per layer: how many tokens back attention sees
     has_qk_norm: bool = False  # RMSNorm of q and of k
     is_qk_norm_joint: bool = False  # over all heads together, not over each
+    norms_after_rotation: bool = False  # of q and k; else before
     has_pre_norms: bool = True  # of what goes into attention and MLP
     has_post_norms: bool = False  # of what comes out, before it is added to the residual
     norm_offset: float = 0.0  # a norm multiplies by this + its weight

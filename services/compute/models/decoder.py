@@ -75,7 +75,7 @@ class ModelWeights:
 class Decoder:
     implementation = "native"
     splits_prompts = True
-    is_row_invariant = True
+    is_row_invariant = has_kv = True
     longest_text = None
 
     def __init__(
@@ -105,6 +105,7 @@ class Decoder:
             config.num_kv_heads or 1,
             config.head_dim,
             2 * len(config.ropes[0].inv_freq),
+            norms_after_rotation=config.norms_after_rotation,
             has_gate=config.has_attention_gate,
         )
         if cut is not None:

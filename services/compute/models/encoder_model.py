@@ -38,7 +38,7 @@ class EncoderModel:
 
     implementation = "transformers (encoder)"
     splits_prompts = takes_segments = False
-    is_row_invariant = finds_slots = False
+    is_row_invariant = finds_slots = has_kv = False
     state_bytes = 0
 
     def __init__(self, model: Any, backend: Backend) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 from services.compute.backends.backend import RouterConfig
 from services.compute.models.moe import MoeConfig
 from services.compute.models.sizes import LARGEST, check_size
+from shared.process.errors import StartupError
 
 Config = dict[str, Any]  # a parsed config.json
 
@@ -88,6 +89,17 @@ def ernie_mixture(config: Config) -> MoeConfig:
         sparse_layers=frozenset(layer for layer in range(num_layers) if layer in layers and (layer + 1) % step == 0),
         shared_intermediate_size=_shared_size(config, "moe_num_shared_experts"),
     )
+
+
+def hunyuan_mixture(config: Config) -> MoeConfig:
+    """Hunyuan's: in each layer, with an expert that all tokens have, as large as the others. Raises
+    StartupError."""
+    counts = config["moe_topk"]
+    counts = counts[: config["num_hidden_layers"]] if isinstance(counts, list) else [counts]
+    if len(set(counts)) != 1:
+        raise StartupError(f"config.json: moe_topk {counts} is not supported; one number for all layers is")
+    moe = mixture_of_all_layers(config | {"num_experts_per_tok": counts[0]}, has_normalized_weights=True)
+    return replace(moe, shared_intermediate_size=moe.intermediate_size, router_name="gate.wg", shared_name="shared_mlp")
 
 
 def _shared_size(config: Config, name: str) -> int:

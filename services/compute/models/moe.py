@@ -29,6 +29,9 @@ class MoeConfig:
     shared_intermediate_size: int = 0  # of the expert that all tokens have; 0: there is none
     has_shared_gate: bool = False
     has_bias: bool = False  # of the router and of the experts
+    # of the checkpoint's tensors, in a layer's mixture
+    router_name: str = "gate"
+    shared_name: str = "shared_experts"
 
     def __post_init__(self) -> None:
         """Raises ValueError for what no mixture can be."""
@@ -70,10 +73,25 @@ class Router:
     linear: Linear  # hidden to num_experts
     config: RouterConfig
     correction: Tensor | None = None  # [num_experts] float32
+    # hidden to twice num_experts: what rounding float32 weights to the linear's dtype leaves, rounded, and
+    # what that leaves; None: nothing
+    rest: Linear | None = None
+
+    @property
+    def linears(self) -> dict[str, Linear]:
+        return {"router.": self.linear} | ({} if self.rest is None else {"router_rest.": self.rest})
 
     def choose(self, x: Tensor, row_math: RowMath) -> tuple[Tensor, Tensor]:
         """The experts of each row of x, [T, hidden], and their weights: [T, num_active] int64 and float32."""
-        return row_math.choose_experts(self.linear.logits(x), self.config, self.correction)
+        return row_math.choose_experts(self.logits(x), self.config, self.correction)
+
+    def logits(self, x: Tensor) -> Tensor:
+        """The scores of each row of x, [T, num_experts] float32, good until the next call."""
+        logits = self.linear.logits(x)
+        if self.rest is None:
+            return logits
+        more, least = self.rest.logits(x).chunk(2, dim=1)
+        return logits + (more + least)
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +111,7 @@ class MoeMlp:
 
     @property
     def linears(self) -> dict[str, Linear]:
-        linears = {"router.": self.router.linear}
+        linears = self.router.linears
         experts = {f"experts.{number}.": expert for number, expert in enumerate(self.experts)}
         if self.shared is not None:
             experts["shared."] = self.shared.expert

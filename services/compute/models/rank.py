@@ -102,9 +102,7 @@ class GatheredMixture:
 
     @property
     def linears(self) -> dict[str, Linear]:
-        linears = {"router.": self.router.linear} | (
-            {} if self.shared_gate is None else {"shared.gate.": self.shared_gate}
-        )
+        linears = self.router.linears | ({} if self.shared_gate is None else {"shared.gate.": self.shared_gate})
         for number, expert in zip(self.numbers[self.ranks.share.rank], self.experts, strict=True):
             linears |= {f"experts.{number}.gate_up.": expert.gate_up, f"experts.{number}.down.": expert.down}
         return linears | (

@@ -11,6 +11,7 @@ from shared.process.errors import StartupError
 POSITIVE = (
     "factor",
     "rope_theta",
+    "alpha",
     "original_max_position_embeddings",
     "low_freq_factor",
     "high_freq_factor",
@@ -53,6 +54,8 @@ def read_rope(config: dict[str, Any], rotary_dim: int, max_model_len: int, layer
         _check_positive(name, rope.get(name))
     _check_positive("rope_theta", config.get("rope_theta"))
     theta = float(rope.get("rope_theta") or config.get("rope_theta") or 10000.0)
+    if kind == "dynamic" and rope.get("alpha"):  # Hunyuan's, which stretches the base for all lengths
+        theta *= rope["alpha"] ** (rotary_dim / (rotary_dim - 2))
     inv_freq = theta ** -(torch.arange(0, rotary_dim, 2, dtype=torch.int64).float() / rotary_dim)
     if sections := rope.get("mrope_section"):  # Wang et al. 2024, "Qwen2-VL", section 2.1
         if kind not in ("default", "mrope") or len(sections) != 3 or sum(sections) != len(inv_freq):

@@ -12,7 +12,7 @@ states as well (recurrent_states.py). Each sequence of a step is a forward pass 
   a cache object that writes to the blocks and reads from them, and has the sequence's states.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -31,11 +31,8 @@ from services.compute.models.recurrent_states import LayerState, SequenceStates
 ATTENTION = "penstock"
 # of attention: what this one does not compute
 UNKNOWN_TERMS = ("position_bias", "indices", "block_indices")
-# a number of tokens that no step of a probe holds
-FAR = 1 << 20
-# positions that a mask's rule is asked for: in a block, in a window, in a chunk, and beyond each
-ASKED = (0, 1, 2, 15, 16, 23, 24, 63, 64, 511, 512, 1023, 4095, 4096, 8192, 131_072, FAR)
 OTHER_STATE = "it keeps other state than keys and values"
+CACHE_NAMES = ("cache", "past_key_values")  # of forward's parameter: since transformers 5.24, and before
 STATES = frozenset(("has_previous_state", "update_indexer"))  # questions of a state that no cache here has
 
 
@@ -72,7 +69,7 @@ class LayerShape:
     num_kv_heads: int
     k_dim: int
     v_dim: int
-    plain: PlainAttention | None = None  # None: no kernel knows its mask, or it was not looked at
+    plain_attention: PlainAttention | None = None  # None: no kernel knows its mask, or it was not looked at
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,47 +242,6 @@ class RaggedStep:
         return out
 
 
-@dataclass(frozen=True, slots=True)
-class Handed:
-    """A layer's part of a probe: all that it hands to attention."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    mask: Tensor  # of ASKED
-    plain: PlainAttention | None
-
-
-class Probe:
-    """A step whose tokens attend to nothing but themselves: it finds out what the layers hand over."""
-
-    def __init__(self) -> None:
-        self.handed: dict[int, Handed] = {}
-
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, rule: MaskRule, form: AttentionTerms) -> Tensor:
-        if layer in self.handed:
-            raise Unsupported(f"its layer {layer} attends more than once")
-        asked = torch.tensor(ASKED, device=q.device)
-        mask = rule.ask(asked[None], asked)
-        if bool((mask & (asked > asked[:, None])).any()):
-            raise Unsupported("its attention is not causal")
-        self.handed[layer] = Handed(q, k, v, mask, plain_attention(q, rule, form))
-        return v.repeat_interleave(q.shape[1] // v.shape[1], 1)
-
-
-def plain_attention(q: Tensor, rule: MaskRule, form: AttentionTerms) -> PlainAttention | None:
-    """The same for a kernel; None: the rule is neither that of all tokens before, nor of the last ones."""
-    for window in (form.window, None):
-        near = () if window is None else (window - 1, window, window + 1)
-        places = torch.tensor(sorted({*ASKED, *near, *(FAR - each for each in near)}), device=q.device)
-        queries = places[:, None]
-        expected = places <= queries if window is None else (places <= queries) & (places > queries - window)
-        if torch.equal(rule.ask(places[None], places).expand(1, 1, *expected.shape)[0, 0], expected):
-            scale = q.shape[-1] ** -0.5 if form.scale is None else form.scale
-            return PlainAttention(q.shape[1], window, scale, form.softcap or 0.0)
-    return None
-
-
 class PassingCache(Cache):  # type: ignore[misc]
     """The cache of the ragged way: K and V are written when a layer attends.
 
@@ -427,3 +383,33 @@ def masked_attention(
             scores = torch.cat([scores, sink.expand(n, -1, -1, -1)], dim=-1)
         out = (scores.softmax(-1)[..., : k.shape[2]] @ v.float()).to(q.dtype)
     return out.reshape(n, num_heads, num_queries, v.shape[-1])
+
+
+def run_modules(
+    model: Any,
+    parameters: Collection[str],
+    inputs: dict[str, Any],
+    positions: Tensor,
+    length: int | None,
+    rows: Tensor,
+    cache: PassingCache,
+) -> Tensor:
+    """A pass over one row of tokens. parameters: of the model's forward; inputs: the tokens; positions:
+    [tokens]; length: of the sequence after the pass; None: no mask is made of it. Returns the logits of
+    some rows, [R, vocab] float32."""
+    wanted: dict[str, Any] = {
+        "position_ids": positions[None],
+        "attention_mask": None if length is None else torch.ones((1, length), dtype=torch.int64, device=rows.device),
+        "logits_to_keep": rows,
+    }
+    terms = {name: value for name, value in wanted.items() if name in parameters}
+    logits: Tensor = model(**inputs, use_cache=True, **{cache_name(parameters): cache}, **terms).logits[0]
+    return (logits if "logits_to_keep" in parameters else logits[rows]).float()
+
+
+def cache_name(parameters: Collection[str]) -> str:
+    """The parameter of a model's forward that takes the KV cache. Raises Unsupported without one."""
+    for name in CACHE_NAMES:
+        if name in parameters:
+            return name
+    raise Unsupported("it has no KV cache")

@@ -7,7 +7,7 @@ transformers_attention.py. A checkpoint is data: code that comes with it is neve
 
 import inspect
 import json
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,26 +23,23 @@ from services.compute.backends.torch.recurrent import StateRows
 from services.compute.models.decoder import ForwardBatch
 from services.compute.models.kernel_attention import KernelStep, make_kernel_layers
 from services.compute.models.library_errors import first_line
-from services.compute.models.recurrent_states import KINDS, SequenceStates
+from services.compute.models.probe import probe_alone, probe_row
+from services.compute.models.recurrent_states import SequenceStates
 from services.compute.models.transformers_attention import (
     ATTENTION,
-    FAR,
-    OTHER_STATE,
     AttentionBatch,
-    Handed,
     LayerShape,
     PagedLayer,
     PassingCache,
-    Probe,
     RaggedStep,
     SequenceCache,
     Unsupported,
     current_step,
     group_sequences,
     register,
+    run_modules,
 )
 from shared.process.errors import StartupError
-from shared.process.host_memory import is_out_of_memory
 
 # their frequencies follow the longest sequence of a step
 LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
@@ -51,10 +48,6 @@ LoadModules = Callable[[Any, dict[str, str] | None, Any], Any]
 # names of a text's part in the checkpoint of a model that sees: those of the text alone
 TEXT_NAMES = {r"^language_model\.lm_head\.": "lm_head.", r"^(model\.)?(language|text)_model\.(model\.)?": "model."}
 WHOLE = ("minimax_m3_vl",)  # see whose own classes alone know the published names of experts
-ONE, OTHER = 5, 6  # token ids of a probe, which no tokenizer uses for padding, whose embedding may be zero
-KEPT_ELSEWHERE = "its layers keep keys and values elsewhere"
-ROUNDING = 1e-3  # of the largest number: more than the order of a sum changes, less than a token or a position does
-CACHE_NAMES = ("cache", "past_key_values")  # of forward's parameter: since transformers 5.24, and before
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,17 +60,7 @@ class TransformersConfig:
     head_dim: int  # of the widest
 
 
-@dataclass(frozen=True, slots=True)
-class Probed:
-    """The findings of a probe."""
-
-    shapes: dict[int, LayerShape]  # of the layers that have K and V, by the library's numbers for them
-    vocab_size: int
-    state_bytes: int = 0  # of a sequence, in addition to its K and V
-    continues_chunks: bool = True  # whether several tokens may follow a state at once
-
-
-# blocks of a model without K and V account for its sequences' lengths, and hold next to nothing
+# of a model without K and V, for blocks that are as small as they can be
 NO_KV = {0: LayerShape(1, 8, 8)}
 
 
@@ -94,6 +77,7 @@ class TransformersModel:
         probed = (probe_row if is_ragged else probe_alone)(model, self.parameters)
         self.model = model
         self.shapes = dict(sorted(probed.shapes.items())) or NO_KV
+        self.has_kv = bool(probed.shapes)
         self.state_bytes, self.continues_chunks = probed.state_bytes, probed.continues_chunks
         self.sequence_states: dict[int, SequenceStates] = {}  # by slot, of a model that has some
         self.is_ragged = self.takes_segments = is_ragged
@@ -110,12 +94,13 @@ class TransformersModel:
             head_dim=max(max(shape.k_dim, shape.v_dim) for shape in self.shapes.values()),
         )
         heads = self.config.num_kv_heads, self.config.head_dim
-        plain = {
-            number: shape.plain
+        plain_layers = {
+            number: shape.plain_attention
             for number, shape in self.shapes.items()
-            if shape.plain is not None and (shape.num_kv_heads, shape.k_dim, shape.v_dim) == (*heads, heads[1])
+            if shape.plain_attention is not None
+            and (shape.num_kv_heads, shape.k_dim, shape.v_dim) == (*heads, heads[1])
         }
-        self.kernels = make_kernel_layers(backend, *heads, plain)
+        self.kernels = make_kernel_layers(backend, *heads, plain_layers)
         self.backend = backend if self.kernels else TorchBackend(backend.dtype, backend.device)
 
     def workspace(self, num_tokens: int, num_logits: int, max_model_len: int) -> Workspace:  # noqa: ARG002
@@ -194,34 +179,12 @@ class TransformersModel:
             x = self.model.get_input_embeddings()(batch.input_ids)
             x[batch.overlay.rows] = batch.overlay.values
             inputs = {"inputs_embeds": x[tokens][None]}
-        length = None if self.is_ragged or self.shapes is NO_KV else cache.get_seq_length() + len(input_ids)
+        length = None if self.is_ragged or not self.has_kv else cache.get_seq_length() + len(input_ids)
         logits = run_modules(self.model, self.parameters, inputs, batch.positions[tokens], length, rows, cache)
         if "logits_to_keep" not in self.parameters:
             self._head_inputs[-1] = self._head_inputs[-1][:, rows]
         self._head_inputs[-1] = self._head_inputs[-1][0]
         return logits
-
-
-def run_modules(
-    model: Any,
-    parameters: Collection[str],
-    inputs: dict[str, Any],
-    positions: Tensor,
-    length: int | None,
-    rows: Tensor,
-    cache: PassingCache,
-) -> Tensor:
-    """A pass over one row of tokens. parameters: of the model's forward; inputs: the tokens; positions:
-    [tokens]; length: of the sequence after the pass; None: no mask is made of it. Returns the logits of
-    some rows, [R, vocab] float32."""
-    wanted: dict[str, Any] = {
-        "position_ids": positions[None],
-        "attention_mask": None if length is None else torch.ones((1, length), dtype=torch.int64, device=rows.device),
-        "logits_to_keep": rows,
-    }
-    terms = {name: value for name, value in wanted.items() if name in parameters}
-    logits: Tensor = model(**inputs, use_cache=True, **{cache_name(parameters): cache}, **terms).logits[0]
-    return (logits if "logits_to_keep" in parameters else logits[rows]).float()
 
 
 def load_transformers_model(
@@ -295,131 +258,3 @@ def check_rope(config: Any, max_model_len: int | None) -> None:
                     f"rope scaling {each['rope_type']!r} treats sequences alike only up to {limit} tokens: "
                     f"--max-model-len {limit}"
                 )
-
-
-def probe_row(model: Any, parameters: Collection[str]) -> Probed:
-    """Run a row of three sequences of a token each, to learn which layers have K and V, of what shape,
-    and how many logits there are. Raises Unsupported if the model can't run so.
-
-    What a layer computes of a token must follow from the token and its position alone: the first and
-    the last are the same, and a cache that says it holds more must change nothing.
-    """
-    if "position_ids" not in parameters:
-        raise Unsupported("it takes no position_ids")
-    near, far = PassingCache(), PassingCache(FAR)
-    (logits, handed), (others, handed_far) = (
-        run_probe(model, parameters, (ONE, OTHER, ONE), (0, 1, 0), cache) for cache in (near, far)
-    )
-    if not handed or handed.keys() != near.shapes.keys():
-        raise Unsupported(KEPT_ELSEWHERE)
-    pairs = [(logits, others), (logits[:1], logits[2:])]
-    for layer, each in handed.items():
-        other = handed_far[layer]
-        pairs += [(each.q, other.q), (each.k, other.k), (each.v, other.v), (each.mask, other.mask)]
-        pairs += [(tensor[:1], tensor[2:]) for tensor in (each.q, each.k, each.v)]
-    if not all(is_near(one, other, model.dtype) for one, other in pairs):
-        raise Unsupported("what it computes of a token depends on its place in the row, or on the length of its cache")
-    shapes = {
-        layer: LayerShape(each.k.shape[1], each.k.shape[-1], each.v.shape[-1], each.plain)
-        for layer, each in handed.items()
-    }
-    return Probed(shapes, logits.shape[-1])
-
-
-def probe_alone(model: Any, parameters: Collection[str]) -> Probed:
-    """The same of one sequence's tokens. Raises Unsupported where the second token changes the first's
-    logits; where another sequence in between changes the next's: a state that no cache holds; and where a token
-    does not follow from the states before it."""
-
-    def run(token_ids: tuple[int, ...], cache: PassingCache) -> Tensor:
-        places = range(cache.length, cache.length + len(token_ids))
-        return run_probe(model, parameters, token_ids, tuple(places), cache, places.stop if has_kv else None)[0]
-
-    has_kv, cache = True, PassingCache(states=SequenceStates())
-    logits = run((ONE, ONE), cache)
-    has_kv = bool(cache.shapes)
-    assert cache.states is not None
-    if not cache.shapes and not cache.states.layers:
-        raise Unsupported(KEPT_ELSEWHERE)
-    if not is_near(logits[0], run((ONE, OTHER), PassingCache(states=SequenceStates()))[0], model.dtype):
-        raise Unsupported("its attention is not causal")
-    layers = {
-        number: PagedLayer(empty_block(shape, model), max(shape.k_dim, shape.v_dim), shape)
-        for number, shape in cache.shapes.items()
-    }
-
-    def run_at(first: int, token_ids: tuple[int, ...], states: SequenceStates) -> Tensor:
-        slots = torch.arange(first, first + len(token_ids), device=model.device)
-        return run(token_ids, SequenceCache(layers, torch.zeros_like(slots[:1]), slots, first, states))
-
-    is_continued = []  # by one token, and by two
-    for before, tokens in (((ONE, OTHER), (ONE,)), ((ONE,), (OTHER, ONE))):
-        states = SequenceStates()
-        run_at(0, before, states)
-        logits = run_at(len(before), tokens, states.copy())
-        run((OTHER, ONE), PassingCache(states=SequenceStates()))
-        again = run_at(len(before), tokens, states.copy())
-        if not is_near(logits, again, model.dtype):
-            raise Unsupported(OTHER_STATE)
-        # the same sums in the same order: what differs no more than two equal runs has not read the state
-        changed = [
-            (logits - run_at(len(before), tokens, states.copy(without=kind))).abs().max()
-            for kind in KINDS
-            if states.tensors(kind)
-        ]
-        is_continued.append(all(change > (logits - again).abs().max() for change in changed))
-    if not is_continued[0]:
-        raise Unsupported("it forgets its states from one token to the next")
-    return Probed(cache.shapes, logits.shape[-1], cache.states.num_bytes, is_continued[1])
-
-
-def empty_block(shape: LayerShape, model: Any) -> Tensor:
-    """A layer's cache of three tokens."""
-    return torch.zeros(
-        (2, 1, shape.num_kv_heads, 3, max(shape.k_dim, shape.v_dim)), dtype=model.dtype, device=model.device
-    )
-
-
-def is_near(one: Tensor, other: Tensor, dtype: torch.dtype) -> bool:
-    """Whether two results are equal but for rounding, which the number of rows of a product changes."""
-    one, other = one.float(), other.float()
-    return torch.allclose(one, other, rtol=0.0, atol=max(ROUNDING, 4 * torch.finfo(dtype).eps) * float(one.abs().max()))
-
-
-def cache_name(parameters: Collection[str]) -> str:
-    """The parameter of a model's forward that takes the KV cache. Raises Unsupported without one."""
-    for name in CACHE_NAMES:
-        if name in parameters:
-            return name
-    raise Unsupported("it has no KV cache")
-
-
-def run_probe(
-    model: Any,
-    parameters: Collection[str],
-    token_ids: tuple[int, ...],
-    positions: tuple[int, ...],
-    cache: PassingCache,
-    length: int | None = None,
-) -> tuple[Tensor, dict[int, Handed]]:
-    """The logits of these tokens, and what each layer handed to attention; length: as of run_modules.
-    Raises Unsupported."""
-    step = Probe()
-    token = current_step.set(step)
-    ids, places, rows = (
-        torch.tensor(each, device=model.device) for each in (token_ids, positions, range(len(token_ids)))
-    )
-    try:
-        with torch.inference_mode():
-            logits = run_modules(model, parameters, {"input_ids": ids[None]}, places, length, rows, cache)
-    except Unsupported:
-        raise
-    except Exception as error:  # what a model asks for besides keys and values is its own affair
-        if is_out_of_memory(error):
-            raise
-        raise Unsupported(f"it needs more than a cache of keys and values: {first_line(error)}") from None
-    finally:
-        current_step.reset(token)
-    if not bool(logits.isfinite().all()):
-        raise Unsupported("its logits are not finite")
-    return logits, step.handed

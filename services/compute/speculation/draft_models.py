@@ -92,7 +92,7 @@ def load_self(
             )
         source = open_source(files.weights, config, model.backend)
         source.close()
-        check_quantizable(source, "--speculate self")
+        check_quantizable(files.weights, source.quantized_as, "--speculate self")
         draft = load_decoder(
             place,
             1,

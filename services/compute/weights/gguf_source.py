@@ -21,7 +21,7 @@ from services.compute.models.decoder import EmbeddingRows
 from services.compute.weights.gguf_blocks import FORMATS, has_wide_scales, to_grouped
 from services.compute.weights.gguf_layouts import TensorLayout, find_layout, layouts_of
 from services.compute.weights.progress import LoadingProgress
-from services.compute.weights.source import EMBEDDING, take_rows
+from services.compute.weights.source import EMBEDDING, in_halves, take_rows
 from shared.model.gguf.family import count_layers
 from shared.model.gguf.library_families import LIBRARY_FAMILIES
 from shared.model.gguf.parts import read_model
@@ -51,16 +51,22 @@ IN_LAYER = {
     "self_attn.o_proj": "attn_output",
     "self_attn.q_norm": "attn_q_norm",
     "self_attn.k_norm": "attn_k_norm",
+    "self_attn.query_layernorm": "attn_q_norm",
+    "self_attn.key_layernorm": "attn_k_norm",
     "post_attention_layernorm": "ffn_norm",
     "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up",
     "mlp.gate_up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
     "mlp.gate": "ffn_gate_inp",
+    "mlp.gate.wg": "ffn_gate_inp",
     "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
     "mlp.shared_expert.gate_proj": "ffn_gate_shexp",
     "mlp.shared_expert.up_proj": "ffn_up_shexp",
     "mlp.shared_expert.down_proj": "ffn_down_shexp",
+    "mlp.shared_mlp.gate_proj": "ffn_gate_shexp",
+    "mlp.shared_mlp.up_proj": "ffn_up_shexp",
+    "mlp.shared_mlp.down_proj": "ffn_down_shexp",
 }
 # which follow from the metadata
 UNNEEDED = re.compile(r"blk\.\d+\.(rope_freqs|attn_rot_embd|rope_factors_long|rope_factors_short)\.weight")
@@ -90,6 +96,8 @@ SHIFTED = ("gemma", "gemma2", "gemma3", "qwen35", "qwen35moe", "qwen3next")
 SHARING = ("gemma3n", "gemma4")
 # one of several matrices that are one tensor of the file
 STACKED = re.compile(r"(model\.altup_(?:unembed_)?projections)\.(\d+)\.weight")
+# makes keys and values of compressed ones (DeepSeek-AI, "DeepSeek-V2", 2024, section 2.1)
+EXPANSION = ".kv_b_proj.weight"
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,6 +211,8 @@ class GgufSource:
         """dtype: another than the model's."""
         if (found := find_layout(self.layouts, name)) is not None:
             return self._arranged(*found, name, shape).to(device=self.device, dtype=dtype or self.dtype)
+        if name.endswith(EXPANSION) and not self.has(name):
+            return self._expansion(name.removesuffix(EXPANSION), shape)
         if rows is not None and len(shape) == 1:
             return take_rows(self.dense(name, shape, dtype=dtype), rows)
         info, kind = self._find(name, shape)
@@ -245,9 +255,12 @@ class GgufSource:
             device=self.device, dtype=dtype
         )
 
-    def matrix(self, name: str, shape: tuple[int, int], rows: Sequence[range] | None = None) -> Matrix:
+    def matrix(
+        self, name: str, shape: tuple[int, int], rows: Sequence[range] | None = None, dtype: torch.dtype | None = None
+    ) -> Matrix:
+        """dtype: of a matrix that is dense in the file, and has no layout, another than the model's."""
         if (found := find_layout(self.layouts, name + "weight")) is None:
-            return self._matrix(*self._find(name + "weight", shape), name, shape, rows)
+            return self._matrix(*self._find(name + "weight", shape), name, shape, rows, dtype)
         if not self.keeps(name + "weight"):
             return Dense(self.dense(name + "weight", shape))
         self.check(name + "weight", shape)
@@ -274,9 +287,10 @@ class GgufSource:
         name: str,
         shape: tuple[int, int],
         rows: Sequence[range] | None,
+        dtype: torch.dtype | None = None,
     ) -> Matrix:
         if not self._is_kept(kind):
-            return Dense(self._dense(info, kind, name, shape, rows, None))
+            return Dense(self._dense(info, kind, name, shape, rows, dtype))
         # all of a matrix decides whether float16 can hold its scales
         size, is_judged = GGML_QUANT_SIZES[kind][1], kind == GGMLQuantizationType.MXFP4
         data = self._rows(info, kind, name, None if is_judged else rows)
@@ -295,6 +309,17 @@ class GgufSource:
         }
         return replace(grouped, **moved)
 
+    def expert(self, name: str, number: int, shape: tuple[int, int], *, is_transposed: bool) -> Matrix:
+        """An expert's matrix [n, k], of the library's parameter of all of them."""
+        if is_transposed:
+            raise StartupError(f"{self.folder}: {name}: no files of experts that transformers transposes are read")
+        of_module, _, part = name.rpartition(".")
+        if part != "gate_up_proj":
+            return self.matrix(f"{of_module}.{number}.{part}.", shape)
+        half = shape[0] // 2, shape[1]
+        gate, up = (self.matrix(f"{of_module}.{number}.{which}_proj.", half) for which in ("gate", "up"))
+        return concatenate([gate, up], self.dtype)
+
     def has(self, name: str) -> bool:
         return find_layout(self.layouts, name) is not None or self._translate(name) in self._kinds
 
@@ -312,6 +337,19 @@ class GgufSource:
                 f"{self.folder}: {start}{layout.tensors[0]} has the shape {shapes[0]}, the metadata say that {name} "
                 f"is {shape}"
             )
+
+    def check_modules(self, model: Any) -> None:
+        """Raises StartupError for a parameter of the library's modules that the file has not, or in another shape:
+        before any takes memory."""
+        for name, parameter in model.named_parameters():
+            shape, (start, _, part) = tuple(parameter.shape), name.rpartition(".")
+            if part in ("gate_up_proj", "down_proj") and not self.has(name):
+                is_down = part == "down_proj"
+                self.check(
+                    f"{start}.0.{part if is_down else 'gate_proj'}.weight", (shape[1] // (2 - is_down), shape[2])
+                )
+            elif self.has(name) or (name != "lm_head.weight" and not name.endswith(EXPANSION)):
+                self.check(name, shape)
 
     def keeps(self, name: str) -> bool:
         """Whether the matrix of that name, if there is one, keeps its form."""
@@ -337,6 +375,14 @@ class GgufSource:
         self._read.add(info.name)
         self._progress.update()
         return GgufRows(_map_file(info.path), info.offset, shape[0], info.size_bytes // shape[0], kind, self.dtype)
+
+    def kept_embedding(self, shape: tuple[int, int], name: str) -> Tensor | GgufRows | None:
+        """An embedding that keeps its form; None: it does not."""
+        return self.embedding(shape, name) if self.keeps(name) else None
+
+    def is_tied(self, head: str, embedding: str) -> bool:  # noqa: ARG002
+        """Whether these parameters are one tensor of the file."""
+        return not self.has(head)
 
     def tied_head(
         self,
@@ -423,19 +469,21 @@ class GgufSource:
             if self.architecture in PERMUTED and part in name:
                 attention = f"{self.architecture}.attention."
                 num_heads = self.head.number(attention + key, self.head.number(attention + "head_count"))
-                return take_rows(_unpermuted(num_rows, num_heads), rows).numpy()
+                # there, a head's two halves, which RoPE turns together, alternate row by row
+                return take_rows(in_halves(num_rows, num_rows // num_heads), rows).numpy()
         return None
 
-    def key_value_expansion(self, prefix: str, num_heads: int, num_keys: int, num_values: int, rank: int) -> Tensor:
-        """The matrix that makes heads' keys and values of compressed ones, `kv_b_proj` of the
-        attention whose names begin so (DeepSeek-AI, "DeepSeek-V2", 2024, section 2.1), whole or in
-        two tensors. Returns [heads * (num_keys + num_values), rank]."""
-        if self.has(prefix + "kv_b_proj.weight"):
-            return self.dense(prefix + "kv_b_proj.weight", (num_heads * (num_keys + num_values), rank))
-        keys = self.dense(prefix + "k_b_proj.weight", (num_heads, rank, num_keys)).transpose(1, 2)
-        return torch.cat([keys, self.dense(prefix + "v_b_proj.weight", (num_heads, num_values, rank))], dim=1).flatten(
-            0, 1
-        )
+    def _expansion(self, attention: str, shape: tuple[int, ...]) -> Tensor:
+        """The matrix that newer files have in two tensors: of each head [rank, keys] and [values, rank]. Returns
+        [heads * (keys + values), rank]."""
+        num_heads = self.head.number(f"{self.architecture}.attention.head_count")
+        keys = self.head.tensors.get(self._translate(f"{attention}.k_b_proj.weight"))
+        num_keys = 0 if keys is None else keys.shape[-1]
+        sizes = (num_heads, shape[1], num_keys), (num_heads, shape[0] // num_heads - num_keys, shape[1])
+        parts = [
+            self.dense(f"{attention}.{which}_b_proj.weight", size) for which, size in zip("kv", sizes, strict=True)
+        ]
+        return torch.cat([parts[0].transpose(1, 2), parts[1]], dim=1).flatten(0, 1)
 
     def _dequantize(self, rows: Tensor, kind: GGMLQuantizationType, shape: tuple[int, ...]) -> Tensor:
         """Widen to the model's dtype, a slice of rows at a time."""
@@ -476,12 +524,6 @@ def _forget(mapped: mmap.mmap, offset: int, size: int) -> None:
     """Pages that were copied need not count as the process' memory any longer."""
     begin = offset // mmap.PAGESIZE * mmap.PAGESIZE
     mapped.madvise(mmap.MADV_DONTNEED, begin, offset + size - begin)
-
-
-def _unpermuted(num_rows: int, num_heads: int) -> Tensor:
-    """The place of each row of q or k in the file: there, a head's two halves, which RoPE turns
-    together, alternate row by row."""
-    return torch.arange(num_rows).reshape(num_heads, -1, 2).transpose(1, 2).reshape(-1)
 
 
 def _is_of_layers(name: str, layers: range | None) -> bool:

@@ -2,20 +2,20 @@
 format, quantized as they are read if that is asked for.
 
 Modules that are products are exchanged, whatever module of the library they sit in: linear layers, gated
-MLPs as a whole, mixtures' experts, the head; and embeddings, where the file's own rows can be read. So are
-RMSNorms. Nothing else of the library is replaced: other parameters are filled. A module is made, filled and
-packed before the next one is read: the peak is the model in its final form plus one module.
+MLPs as a whole, mixtures or their experts, the head; and embeddings, where the file's own rows can be read.
+So are RMSNorms, and attention (library_attention.py). Nothing else of the library is replaced: other
+parameters are filled. A module is made, filled and packed before the next one is read: the peak is the model
+in its final form plus one module.
 """
 
-import ast
 import inspect
 import re
-import textwrap
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +27,10 @@ from transformers.integrations.moe import _default_apply_gate
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 from transformers.models.phi3.modeling_phi3 import Phi3MLP
 from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2MLP
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock, Qwen3MoeTopKRouter
 from transformers.pytorch_utils import Conv1D
 
-from services.compute.backends.backend import Backend, Linear, Mlp
+from services.compute.backends.backend import Backend, Linear, Mlp, RouterConfig
 from services.compute.backends.choose import has_same_columns
 from services.compute.backends.host_memory import give_back_free_memory
 from services.compute.backends.matrix import Dense, Matrix, concatenate
@@ -37,16 +38,21 @@ from services.compute.models.config import Packed
 from services.compute.models.decoder import EmbeddingRows
 from services.compute.models.library_errors import first_line
 from services.compute.models.llama import ACTIVATIONS
-from services.compute.models.moe import Expert, run_experts
+from services.compute.models.moe import Expert, MoeMlp, Router, run_experts
+from services.compute.models.transformers_attention import Unsupported
 from services.compute.weights.gguf_source import GgufSource
+from services.compute.weights.library_attention import (
+    JointLinear,
+    KernelNorm,
+    LayerOfJoint,
+    as_rows,
+    body_of,
+    exchange_attention,
+)
 from services.compute.weights.library_source import ConvertedSource
 from services.compute.weights.loader import check_quantizable, warn_of_widened
-from services.compute.weights.source import EMBEDDING
 from shared.process.errors import StartupError
 
-EXPANSION = (
-    ".kv_b_proj"  # the layer that makes keys and values of compressed ones, which GGUF files have in two tensors
-)
 # layers that say which experts a token gets, or how much of one: they stay in float
 ROUTER = re.compile(r"(^|\.)(gate|router|shared_expert_gate)(\.[a-z_]+)?$")
 ATTENTION_OUTPUT = re.compile(r"attn\w*\.(o_proj|out_proj|c_proj|dense)$|attention\w*\.(o_proj|out_proj|dense|wo)$")
@@ -105,23 +111,6 @@ class KernelMlp(KernelLinear):
         super().__init__(lambda rows: mlp(rows, norm=None, eps=0.0, has_residual=False), backend)
 
 
-class KernelNorm(nn.Module):
-    """An RMSNorm."""
-
-    def __init__(self, weight: Tensor, eps: float, backend: Backend) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(weight, requires_grad=False)
-        self.variance_epsilon = eps
-        self.row_math = backend.row_math
-
-    def forward(self, x: Tensor) -> Tensor:
-        """x: [..., k]. Returns the same shape."""
-        rows = as_rows(x, self.weight.dtype)
-        return self.row_math.norm(rows, weight=self.weight, eps=self.variance_epsilon).view(x.shape).to(x.dtype)
-
-    __call__ = forward
-
-
 @dataclass(frozen=True, slots=True)
 class ActivatedLinear:
     """A layer, and what a module of the library does with its results."""
@@ -144,6 +133,10 @@ class KernelExperts(nn.Module):
         is_plain = not any(isinstance(each.gate_up, ActivatedLinear) for each in experts)
         pairs = [(each.gate_up, each.down) for each in experts]
         self.grouped = backend.group_experts(pairs, len(experts)) if is_plain else None
+
+    def routed(self, router: Router) -> MoeMlp:
+        """The mixture as one."""
+        return MoeMlp(self.row_math, router, tuple(self.experts), None, self.grouped)
 
     def forward(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
         """x: [T, hidden]; chosen, weights: [T, num_active]. Returns [T, hidden]."""
@@ -168,12 +161,6 @@ class FileEmbedding(nn.Module):
         return found if self.scale is None else found * self.scale.to(found.dtype)
 
 
-def as_rows(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """[..., k] as [T, k], row behind row, as kernels read it."""
-    rows = x.reshape(-1, x.shape[-1])
-    return rows if rows.dtype == dtype and rows.is_contiguous() else rows.to(dtype).contiguous()
-
-
 def load_library_modules(
     location: Path,
     backend: Backend,
@@ -194,8 +181,8 @@ def load_library_modules(
         else ConvertedSource(location, backend.dtype, backend.device, outline, key_mapping)
     )
     try:
-        check_packing(source, packing)
-        check_shapes(outline, source) if isinstance(source, GgufSource) else source.check(outline)
+        check_quantizable(location, source.quantized_as, packing.option)
+        source.check_modules(outline)
         with parameters_without_memory():
             model = make_modules(location, config, backend.dtype, auto_class)
         exchange = ModuleExchange(source, backend, packing, model)
@@ -227,32 +214,6 @@ def make_modules(path: Path, config: Any, dtype: torch.dtype, auto_class: Any = 
         ) from None
 
 
-def check_packing(source: Source, packing: Packed) -> None:
-    """Raises StartupError where a quantization is asked for, of layers that keep the form of the file."""
-    options = {
-        f"--quantization {packing.quantization}": packing.quantization != "none",
-        "--quantize-attention-output": packing.attention_output,
-        "--quantize-lm-head": packing.lm_head,
-    }
-    for option in [name for name, is_set in options.items() if is_set][:1]:
-        check_quantizable(source.stored if isinstance(source, ConvertedSource) else source, option)
-
-
-def check_shapes(model: Any, source: GgufSource) -> None:
-    """Raises StartupError for a parameter that the file has not, or in another shape: before any
-    takes memory."""
-    for name, parameter in model.named_parameters():
-        shape, part = tuple(parameter.shape), name.rpartition(".")[2]
-        if part in ("gate_up_proj", "down_proj") and not source.has(name):
-            which = "gate" if part == "gate_up_proj" else "down"
-            source.check(
-                f"{name.rpartition('.')[0]}.0.{which}_proj.weight",
-                (shape[1] // 2 if which == "gate" else shape[1], shape[2]),
-            )
-        elif EXPANSION not in name and (name != "lm_head.weight" or source.has(name)):
-            source.check(name, shape)
-
-
 @dataclass(frozen=True, slots=True)
 class ModuleExchange:
     """Puts a backend's modules in the place of a model's, and fills the rest."""
@@ -272,7 +233,12 @@ class ModuleExchange:
         for name, module in list(self.model.named_modules()):
             if module is head:
                 head_name = name
-            elif not name.startswith(done) and not any(part in name for part in in_float32):
+            elif (
+                not name.startswith(done)
+                and not any(part in name for part in in_float32)
+                and self.model.get_submodule(name) is module
+            ):
+                self.join_projections(name, module)
                 made = self.exchanged(name, module)
                 if made is not None:
                     self.put(name, made)
@@ -282,12 +248,11 @@ class ModuleExchange:
         if head is not None:  # last, for it may be the embedding, which is there now
             self.put(head_name, KernelHead(self.head(head_name, head), self.backend))
         for name, module in list(self.model.named_modules()):
-            weight = module._parameters.get("weight")
-            if weight is None or weight.dtype != self.backend.dtype or not has_same_columns(self.backend):
-                continue
-            if ROUTER.search(name):
+            weight = module._parameters.get("weight") if has_same_columns(self.backend) else None
+            if weight is not None and weight.dim() == 2 and weight.dtype == self.backend.dtype and ROUTER.search(name):
                 del module.weight
                 module.weight = KernelWeight.of(weight, self.backend)
+        exchange_attention(self.model)
 
     def put(self, name: str, module: nn.Module) -> None:
         parent, _, last = name.rpartition(".")
@@ -306,18 +271,31 @@ class ModuleExchange:
             packing = self.packing
             quantization = packing.of_output if ATTENTION_OUTPUT.search(name) else packing.quantization
             linear = self.linear([name], [module], "none" if ROUTER.search(name) else quantization)
-            orders = self.source.orders(f"{name}.weight") if isinstance(self.source, GgufSource) else ()
-            return KernelLinear(linear, self.backend, *orders)
-        if isinstance(module, nn.Embedding) and isinstance(self.source, GgufSource):
-            if not self.source.keeps(f"{name}.weight"):
-                return None
-            rows = self.source.embedding((module.num_embeddings, module.embedding_dim), f"{name}.weight")
-            return FileEmbedding(rows, getattr(module, "embed_scale", None))
-        # experts of the library's common interface, which says of each module what it has
-        has_experts = hasattr(module, "_apply_gate") and "down_proj" in module._parameters
-        if has_experts and not getattr(module, "has_post_expert_norm", True):
+            return KernelLinear(linear, self.backend, *self.source.orders(f"{name}.weight"))
+        if isinstance(module, nn.Embedding):
+            rows = self.source.kept_embedding((module.num_embeddings, module.embedding_dim), f"{name}.weight")
+            return None if rows is None else FileEmbedding(rows, getattr(module, "embed_scale", None))
+        if self.has_experts(module):
             return KernelExperts(self.experts(name, module), self.backend)
         return None
+
+    def join_projections(self, name: str, module: nn.Module) -> None:
+        """Make queries, keys and values by one product, where a module has three layers for them."""
+        names = [f"{name}.{which}_proj" for which in "qkv"]
+        layers: list[Any] = [module._modules.get(f"{which}_proj") for which in "qkv"]
+        if any(type(layer) is not nn.Linear for layer in layers):
+            return
+        kinds = {(layer.in_features, layer.bias is None) for layer in layers}
+        if len(kinds) > 1 or any(
+            not self.source.has(f"{each}.weight") or self.is_read_elsewhere(each) for each in names
+        ):
+            return
+        if any(self.source.orders(f"{each}.weight") != (None, None) for each in names):
+            return
+        joint = JointLinear(self.linear(names, layers, self.packing.quantization), self.backend.dtype)
+        ends = list(accumulate((layer.out_features for layer in layers), initial=0))
+        for each, part in zip(names, pairwise(ends), strict=True):
+            self.put(each, LayerOfJoint(joint, slice(*part), is_last=each == names[-1]))
 
     def is_read_elsewhere(self, name: str) -> bool:
         """Whether a module that this layer is a part of reads its weight itself."""
@@ -356,7 +334,9 @@ class ModuleExchange:
         return joined
 
     def mlp(self, name: str, module: nn.Module) -> Mlp | None:
-        """A gated MLP of a form that backends know; None: it is none."""
+        """A gated MLP or a mixture of a form that backends know; None: it is none."""
+        if body_of(type(module).forward) == body_of(Qwen3MoeSparseMoeBlock.forward):
+            return self.mixture(name, module)
         if body_of(type(module).forward) in (body_of(LlamaMLP.forward), body_of(Qwen2MLP.forward)):
             parts, function = ["gate_proj", "up_proj"], module.act_fn
         elif body_of(type(module).forward) == body_of(Phi3MLP.forward):
@@ -372,6 +352,23 @@ class ModuleExchange:
         quantization = self.packing.quantization
         gate_up = self.linear([f"{name}.{each}" for each in parts], layers, quantization, activation)
         return self.backend.make_mlp(gate_up, self.linear([f"{name}.down_proj"], [module.down_proj], quantization))
+
+    def mixture(self, name: str, module: Any) -> Mlp | None:
+        """A mixture whose router is Qwen 3's; None: it is another."""
+        gate, experts = module.gate, module.experts
+        if body_of(type(gate).forward) != body_of(Qwen3MoeTopKRouter.forward) or not self.has_experts(experts):
+            return None
+        weight = self.source.dense(f"{name}.gate.weight", tuple(gate.weight.shape))
+        router = Router(
+            self.backend.make_linear(Dense(weight)),
+            RouterConfig(gate.top_k, has_normalized_weights=gate.norm_topk_prob),
+        )
+        return KernelExperts(self.experts(f"{name}.experts", experts), self.backend).routed(router)
+
+    def has_experts(self, module: nn.Module) -> bool:
+        """Whether a module has the library's common interface of experts, which says what it has."""
+        is_common = hasattr(module, "_apply_gate") and "down_proj" in module._parameters
+        return is_common and not getattr(module, "has_post_expert_norm", True)
 
     def experts(self, name: str, module: Any) -> list[Expert]:
         """A mixture's experts, whose module has the parameters of all of them in a tensor each."""
@@ -389,9 +386,7 @@ class ModuleExchange:
         for number in range(len(module.down_proj)):
             up_layer, down = (
                 self.backend.make_linear(
-                    self.joined(
-                        [self.expert(f"{name}.{each}", number, tuple(module.get_parameter(each).shape[1:]), module)]
-                    ),
+                    self.joined([self.expert(f"{name}.{each}", number, module)]),
                     None if bias is None else bias[number].contiguous(),
                     quantization=self.packing.quantization,
                     group=self.packing.group,
@@ -405,42 +400,27 @@ class ModuleExchange:
             experts.append(Expert(gate_up, down))
         return experts
 
-    def expert(self, name: str, number: int, shape: tuple[int, int], module: Any) -> Matrix:
-        """An expert's matrix [n, k]. shape: in the parameter."""
-        if isinstance(self.source, ConvertedSource):
-            turned = shape[::-1] if module.is_transposed else shape
-            return self.source.expert(name, number, turned, is_transposed=module.is_transposed)
-        of_module, _, part = name.rpartition(".")
-        if part != "gate_up_proj":
-            return self.source.matrix(f"{of_module}.{number}.{part}.", shape)
-        half = shape[0] // 2, shape[1]
-        gate, up = (self.source.matrix(f"{of_module}.{number}.{which}_proj.", half) for which in ("gate", "up"))
-        return concatenate([gate, up], self.backend.dtype)
+    def expert(self, name: str, number: int, module: Any) -> Matrix:
+        """An expert's matrix [n, k]. name: of the parameter."""
+        shape = tuple(getattr(module, name.rpartition(".")[2]).shape[1:])
+        turned = shape[::-1] if module.is_transposed else shape
+        return self.source.expert(name, number, turned, is_transposed=module.is_transposed)
 
     def head(self, name: str, module: Any) -> Linear:
         """The last layer."""
-        quantization = self.packing.of_head
-        if self.source.has(f"{name}.weight") and not self.is_tied(name):
+        quantization, embedding = self.packing.of_head, self.model.get_input_embeddings()
+        embedding_name = next(each for each, module in self.model.named_modules() if module is embedding)
+        if not self.source.is_tied(f"{name}.weight", f"{embedding_name}.weight"):
             return self.linear([name], [module], quantization)
-        shape = (module.out_features, module.in_features)
-        matrix = (
-            self.source.matrix(EMBEDDING.removesuffix("weight"), shape)
-            if isinstance(self.source, GgufSource)
-            else Dense(self.model.get_input_embeddings().weight.data)
-        )
+        matrix = self.source.tied_head(getattr(embedding, "weight", None), (module.out_features, module.in_features))
         bias = None if module.bias is None else self.source.dense(f"{name}.bias", tuple(module.bias.shape))
         return self.backend.make_linear(matrix, bias, quantization=quantization, group=self.packing.group)
-
-    def is_tied(self, name: str) -> bool:
-        """Whether the layer is the embedding, of which the file has one."""
-        return isinstance(self.source, ConvertedSource) and self.source.is_shared(
-            f"{name}.weight", f"{names_of(self.model)[self.model.get_input_embeddings()]}.weight"
-        )
 
 
 class KernelWeight(Tensor):
     """A matrix [n, k] that a module of the library multiplies by itself, which turns it to float32 before or not:
-    the product is the backend's, in float32, as it is of bfloat16's numbers."""
+    the product is the backend's, in float32, as it is of bfloat16's numbers. Whatever else a module does with it
+    is refused: torch's products of it would have other bits in other company."""
 
     linear: Linear
 
@@ -452,41 +432,29 @@ class KernelWeight(Tensor):
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        weight = args[1] if function is nn.functional.linear else args[0] if args else None
-        if not isinstance(weight, cls):
-            return super().__torch_function__(function, types, args, kwargs or {})  # type: ignore[no-untyped-call]
-        if function is nn.functional.linear:
-            x = args[0]
+        terms = dict(zip(("input", "weight", "bias"), args, strict=False)) | (kwargs or {})
+        weight = terms.get("weight")
+        if function is nn.functional.linear and isinstance(weight, cls) and not isinstance(terms["input"], cls):
+            x, bias = terms["input"], terms.get("bias")
             logits = weight.linear.logits(as_rows(x, weight.dtype)).clone()
             product = logits.view(*x.shape[:-1], logits.shape[-1]).to(x.dtype)
-            bias = args[2] if len(args) > 2 else (kwargs or {}).get("bias")
             return product if bias is None else product + bias
-        if function in (Tensor.float, Tensor.type, Tensor.to):
-            return weight
-        with torch._C.DisableTorchFunctionSubclass():
-            return function(*args, **(kwargs or {}))
+        if function in (Tensor.float, Tensor.type, Tensor.to) and isinstance(args[0], cls):
+            return args[0]
+        if function in OF_A_WEIGHT:
+            with torch._C.DisableTorchFunctionSubclass():
+                return function(*args, **(kwargs or {}))
+        raise Unsupported(f"it reads a router's weight by {torch.overrides.resolve_name(function) or function}")
 
 
-def names_of(model: Any) -> dict[nn.Module, str]:
-    return {module: name for name, module in model.named_modules()}
+# of a KernelWeight: what does not read its numbers
+OF_A_WEIGHT = (Tensor.dtype.__get__, Tensor.device.__get__, Tensor.shape.__get__, Tensor.size, Tensor.dim)  # type: ignore[attr-defined]
 
 
 @cache
 def source_of(kind: Any) -> str:
     """The code of a class."""
     return inspect.getsource(kind)
-
-
-@cache
-def body_of(forward: Callable[..., Any]) -> str:
-    """The code of a module's forward, whatever its input is called."""
-    function = ast.parse(textwrap.dedent(inspect.getsource(forward))).body[0]
-    assert isinstance(function, ast.FunctionDef)
-    inputs = [each.arg for each in function.args.args[1:2]]
-    for node in ast.walk(function):
-        if isinstance(node, ast.Name) and node.id in inputs:
-            node.id = "x"
-    return "\n".join(ast.unparse(each) for each in function.body)
 
 
 def fill(model: Any, source: Source, in_float32: set[str], without: str) -> None:
@@ -502,12 +470,7 @@ def fill(model: Any, source: Source, in_float32: set[str], without: str) -> None
         dtype = torch.float32 if any(part in name for part in in_float32) else None
         parent, _, last = name.rpartition(".")
         module = model.get_submodule(parent)
-        if isinstance(source, GgufSource) and parent.endswith(EXPANSION):
-            of_attention = parent.removesuffix(EXPANSION)
-            attention = model.get_submodule(of_attention)
-            sizes = (attention.num_heads, attention.qk_nope_head_dim, attention.v_head_dim, attention.kv_lora_rank)
-            values = source.key_value_expansion(f"{of_attention}.", *sizes)
-        elif isinstance(tensor, nn.Parameter) or source.has(name):
+        if isinstance(tensor, nn.Parameter) or source.has(name):
             values = source.dense(name, tuple(tensor.shape), dtype=dtype)
         else:
             values = torch.zeros(tensor.shape, dtype=dtype)

@@ -28,6 +28,7 @@ from transformers.core_model_loading import (
     MergeModulelist,
     PermuteForRope,
     Split,
+    Transpose,
     WeightConverter,
     WeightRenaming,
     dot_natural_key,
@@ -35,11 +36,13 @@ from transformers.core_model_loading import (
 )
 
 from services.compute.backends.matrix import Dense, Matrix, concatenate
+from services.compute.models.decoder import EmbeddingRows
 from services.compute.models.library_errors import first_line
 from services.compute.weights.formats import StoredLayer
 from services.compute.weights.formats.stored import FLOATS
 from services.compute.weights.mxfp4 import to_matrix
 from services.compute.weights.safetensors_source import SafetensorsSource
+from services.compute.weights.stacked_experts import is_stacked, read_stacked, stacked_values
 from shared.model.files import text_config
 from shared.process.errors import StartupError
 
@@ -65,6 +68,7 @@ class ConvertedSource:
         self, folder: Path, dtype: torch.dtype, device: torch.device, model: Any, key_mapping: dict[str, str] | None
     ) -> None:
         """model: on the device `meta`; key_mapping: more names, pattern by pattern. Raises StartupError."""
+        self.folder = folder
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         self.stored = SafetensorsSource(
             folder, dtype, device, text_config(config).get("quantization_config"), has_own_names=True
@@ -99,19 +103,36 @@ class ConvertedSource:
                 origins |= {name.replace(first, other): origin for other in others}
         return origins
 
+    @property
+    def quantized_as(self) -> str:
+        return self.stored.quantized_as
+
     def has(self, name: str) -> bool:
         return name in self._origins
 
-    def is_shared(self, one: str, other: str) -> bool:
-        """Whether two parameters are the same tensor of the checkpoint."""
-        return self._origins[one] is self._origins.get(other)
+    def is_tied(self, head: str, embedding: str) -> bool:
+        """Whether these parameters are one tensor of the checkpoint."""
+        return not self.has(head) or self._origins[head] is self._origins.get(embedding)
 
-    def check(self, model: Any) -> None:
+    def tied_head(self, embedding: Tensor | None, shape: tuple[int, int]) -> Matrix:  # noqa: ARG002
+        """The embedding as the matrix of the head. embedding: the model's own."""
+        assert embedding is not None
+        return Dense(embedding)
+
+    def kept_embedding(self, shape: tuple[int, int], name: str) -> EmbeddingRows | None:  # noqa: ARG002
+        """None: the rows of an embedding are read at start."""
+        return None
+
+    def orders(self, name: str) -> tuple[None, None]:  # noqa: ARG002
+        """Rows and columns are in the order of the modules."""
+        return None, None
+
+    def check_modules(self, model: Any) -> None:
         """Raises StartupError for a tensor that the checkpoint has not."""
         ignored = model._keys_to_ignore_on_load_missing or ()
         for name in self.shapes:
             if name not in self._origins and not any(re.search(each, name) for each in ignored):
-                raise StartupError(f"{self.stored.folder}: the checkpoint has no tensor {name}")
+                raise StartupError(f"{self.folder}: the checkpoint has no tensor {name}")
 
     def matrix(self, name: str, shape: tuple[int, int]) -> Matrix:
         """The weight [n, k] of the linear layer `name`, which ends in a dot."""
@@ -119,15 +140,25 @@ class ConvertedSource:
 
     def expert(self, name: str, number: int, shape: tuple[int, int], *, is_transposed: bool) -> Matrix:
         """An expert's matrix [n, k], of the parameter of all of them."""
-        stored = self._origins[name].sources[0][1] + "_blocks"
-        if self.stored.has(stored):
+        origin = self._origins[name]
+        stored = origin.sources[0][1]
+        if self.stored.has(stored + "_blocks"):
             n, groups = shape[0], shape[1] // 32
-            codes = self.stored.one_of(stored, number, (n, groups, 16), (torch.uint8,))
-            scales = self.stored.one_of(stored.removesuffix("blocks") + "scales", number, (n, groups), (torch.uint8,))
+            codes = self.stored.one_of(stored + "_blocks", number, (n, groups, 16), (torch.uint8,))
+            scales = self.stored.one_of(stored + "_scales", number, (n, groups), (torch.uint8,))
             return to_matrix(codes, scales, self.stored.dtype)
+        if is_stacked(self.stored, stored) and self._is_turned(origin, name) != is_transposed:
+            return read_stacked(self.stored, stored, number, shape, is_turned=True)
         if not is_transposed:
             return self._rows(name, shape, number)
         return Dense(self._rows(name, shape[::-1], number).dequantize(self.stored.dtype).T.contiguous())
+
+    def _is_turned(self, origin: Origin, name: str) -> bool:
+        """Whether the rule does nothing but exchange rows and columns of each expert."""
+        match [] if origin.converter is None else origin.converter.operations:
+            case [Transpose(dim0=1, dim1=2) as rule]:
+                return not rule.check_dims or self.stored.stored_shape(origin.sources[0][1]) != self.shapes[name]
+        return False
 
     def dense(self, name: str, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> Tensor:
         """A parameter in floats; dtype: another than the model's."""
@@ -141,20 +172,20 @@ class ConvertedSource:
             values = [self._values(origin, stored, shape) for _, stored in origin.sources]
             tensor = self._convert(origin, values)[name]
         if tuple(tensor.shape) != shape:
-            raise StartupError(
-                f"{self.stored.folder}: {name} has the shape {tuple(tensor.shape)}, config.json says {shape}"
-            )
+            raise StartupError(f"{self.folder}: {name} has the shape {tuple(tensor.shape)}, config.json says {shape}")
         return tensor
 
     def _values(self, origin: Origin, stored: str, shape: tuple[int, ...]) -> Tensor:
         """A stored weight in floats, of a parameter of this shape."""
+        if is_stacked(self.stored, stored):
+            return stacked_values(self.stored, stored)
         layer = self._layer(origin, stored, shape[-1]) if shape else None
         if layer is not None and self.stored.format is not None and self.stored.format.holds(layer):
             return self.stored.matrix(layer.name, (layer.n, layer.k)).dequantize(self.stored.dtype)
         tensor = self.stored.tensor(stored)
         if tensor.element_size() < 2 and tensor.dtype != torch.bool:
             raise StartupError(
-                f"{self.stored.folder}: {stored} is {str(tensor.dtype).removeprefix('torch.')}, and config.json has no "
+                f"{self.folder}: {stored} is {str(tensor.dtype).removeprefix('torch.')}, and config.json has no "
                 "quantization_config that says how to read it"
             )
         return tensor
@@ -183,7 +214,7 @@ class ConvertedSource:
             made = converter.convert(origin.first, model=self._model, config=self._model.config)
         except Exception as error:  # of the library's own code
             raise StartupError(
-                f"{self.stored.folder}: transformers can't make {origin.first} of the checkpoint's tensors: "
+                f"{self.folder}: transformers can't make {origin.first} of the checkpoint's tensors: "
                 f"{first_line(error)}"
             ) from None
         return {name: each[0] if isinstance(each, list) else each for name, each in made.items()}
@@ -223,9 +254,7 @@ class ConvertedSource:
         if origin.converter is None:
             if total != math.prod(self.shapes[name][:-1]):
                 shape = self.stored.stored_shape(origin.sources[0][1])
-                raise StartupError(
-                    f"{self.stored.folder}: {name} has the shape {shape}, config.json says {self.shapes[name]}"
-                )
+                raise StartupError(f"{self.folder}: {name} has the shape {shape}, config.json says {self.shapes[name]}")
             return torch.arange(total).view(self.shapes[name][:-1])
         if not all(isinstance(each, ROW_OPERATIONS) for each in origin.converter.operations):
             return None
@@ -244,8 +273,10 @@ class ConvertedSource:
             return self.stored.matrix(layer.name, (layer.n, k), None if len(rows) == layer.n else [rows])
         if len(self.stored.stored_shape(stored)) < 3:
             return Dense(self.stored.dense(stored, (height, k), [rows]))
-        part = self.stored.one_of(stored, rows.start // height, (height, k), FLOATS)
-        first = rows.start % height
+        number, first = divmod(rows.start, height)
+        if is_stacked(self.stored, stored):
+            return read_stacked(self.stored, stored, number, (height, k), [range(first, first + len(rows))])
+        part = self.stored.one_of(stored, number, (height, k), FLOATS)
         return Dense(part[first : first + len(rows)].to(self.stored.dtype))
 
     def report(self) -> None:

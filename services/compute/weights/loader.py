@@ -17,7 +17,7 @@ from torch import Tensor
 
 from services.compute.backends.backend import Backend, LayerWeights, Linear, Norms
 from services.compute.backends.host_memory import give_back_free_memory
-from services.compute.backends.matrix import Dense, Matrix, concatenate
+from services.compute.backends.matrix import Dense, Joined, Matrix, concatenate, reordered
 from services.compute.models.config import IN_EIGHT_BITS, ModelConfig, Packed
 from services.compute.models.decoder import EmbeddingRows, ModelWeights
 from services.compute.models.moe import Expert, MoeConfig, MoeMlp, Router, SharedExpert
@@ -28,6 +28,8 @@ from services.compute.weights.gguf_source import GgufSource
 from services.compute.weights.hybrid_layers import MatrixRows, has_matrix, projections, read_recurrent, with_gate
 from services.compute.weights.mxfp4 import read_expert
 from services.compute.weights.safetensors_source import SafetensorsSource
+from services.compute.weights.source import in_halves
+from services.compute.weights.stacked_experts import is_stacked, read_stacked
 from shared.process.errors import StartupError
 from shared.process.telemetry import get_logger
 
@@ -51,16 +53,15 @@ def open_source(location: Path, config: ModelConfig, backend: Backend) -> Safete
     )
 
 
-def check_quantizable(source: SafetensorsSource | GgufSource, option: str) -> None:
+def check_quantizable(location: Path, quantized_as: str, option: str) -> None:
     """Raises StartupError, which names the option that asks for it, where layers keep the form that
-    they have in the file."""
-    if source.quantized_as:
-        again = "; penstock quantize --calibrate dequantizes it first" if isinstance(source, GgufSource) else ""
-        reason = (
-            f"is quantized already ({source.quantized_as}) and keeps its form; only dense checkpoints are "
-            f"quantized{again}"
+    they have in the file. quantized_as: a source's."""
+    if option and quantized_as:
+        again = "; penstock quantize --calibrate dequantizes it first" if location.is_file() else ""
+        raise StartupError(
+            f"{option}: {location} is quantized already ({quantized_as}) and keeps its form; only dense checkpoints "
+            f"are quantized{again}"
         )
-        raise StartupError(f"{option}: {source.folder} {reason}")
 
 
 def warn_of_widened(widened: Counter[str], dtype: torch.dtype) -> None:
@@ -126,13 +127,10 @@ def load_parts(
         if has_four_bits and lm_head and not config.packed.lm_head:
             raise StartupError(f"--quantize-lm-head: {folder} is quantized already, without it")
     source = open_source(folder, config, backend)
-    loader = Loader(
-        source, config, backend, config.packed or Packed(quantization, group, attention_output, lm_head), portion
-    )
+    packing = Packed(quantization, group, attention_output, lm_head)
+    loader = Loader(source, config, backend, config.packed or packing, portion)
     try:
-        if quantization != "none" or attention_output or lm_head:
-            option = "--quantize-attention-output" if attention_output else "--quantize-lm-head"
-            check_quantizable(source, f"--quantization {quantization}" if quantization != "none" else option)
+        check_quantizable(folder, source.quantized_as, packing.option)
         embedding = source.embedding((config.vocab_size, config.hidden_size)) if portion.has_embedding else None
         parts = []
         for number in range(config.num_layers) if portion.layers is None else portion.layers:
@@ -189,7 +187,8 @@ def norm_names(config: ModelConfig, number: int) -> dict[str, str]:
             "after_mlp": "post_feedforward_layernorm.weight",
         }
     if config.has_qk_norm and number not in config.recurrent_layers:
-        names |= {"q": "self_attn.q_norm.weight", "k": "self_attn.k_norm.weight"}
+        of_heads = ("query_layernorm", "key_layernorm") if config.norms_after_rotation else ("q_norm", "k_norm")
+        names |= {field: f"self_attn.{name}.weight" for field, name in zip("qk", of_heads, strict=True)}
     return names
 
 
@@ -306,20 +305,10 @@ class Loader:
         # a GGUF file has its router under all families' names
         is_mixtral = self.source.has(mixtral + "gate.weight") and not self.source.has(prefix + "mlp.gate.weight")
         block = mixtral if is_mixtral else prefix + "mlp."
-        router = Router(
-            self.whole(
-                prefix + "router.",
-                block + ("router." if moe.has_bias else "gate."),
-                (moe.num_experts, hidden),
-                moe.has_bias,
-            ),
-            moe.router,
-            self.correction(block, moe) if moe.router.has_correction else None,
-        )
+        router = self.router(prefix, block, moe)
         shared = shared_gate = None
         if moe.shared_intermediate_size:
-            shared_block = block + ("shared_expert." if moe.has_shared_gate else "shared_experts.")
-            names = [shared_block + f"{which}_proj." for which in ("gate", "up", "down")]
+            names = [f"{block}{moe.shared_name}.{which}_proj." for which in ("gate", "up", "down")]
             shared = self.gated(prefix + "shared.", names, moe.shared_intermediate_size, has_bias=False)
         if moe.has_shared_gate:
             shared_gate = self.whole(
@@ -333,6 +322,27 @@ class Loader:
         else:
             experts = [self.one_expert(prefix, block, number, moe) for number in numbers]
         return MixtureParts(router, numbers, tuple(experts), shared, shared_gate)
+
+    def router(self, prefix: str, block: str, moe: MoeConfig) -> Router:
+        """A mixture's, with its weights as the file has them: what is float32 there becomes a sum of three
+        matrices in the backend's dtype."""
+        n, hidden, source = moe.num_experts, self.config.hidden_size, f"{block}{moe.router_name}."
+        correction, rest = self.correction(block, moe) if moe.router.has_correction else None, None
+        if self.config.packed is not None:
+            linear = self.restored(prefix + "router.", [(n, hidden)], moe.has_bias)
+            if self.source.has(prefix + "router_rest.data"):
+                rest = self.restored(prefix + "router_rest.", [(2 * n, hidden)], has_bias=False)
+            return Router(linear, moe.router, correction, rest)
+        matrix = self.source.matrix(source, (n, hidden), dtype=torch.float32)
+        bias = self.source.dense(source + "bias", (n,)) if moe.has_bias else None
+        if isinstance(matrix, Dense):
+            parts, left = [], matrix.weight.float()
+            for _ in range(3):
+                parts.append(left.to(self.backend.dtype))
+                left = left - parts[-1].float()
+            if any(bool(each.any()) for each in parts[1:]):
+                rest = self.backend.make_linear(Dense(torch.cat(parts[1:])))
+        return Router(self.backend.make_linear(matrix, bias), moe.router, correction, rest)
 
     def correction(self, block: str, moe: MoeConfig) -> Tensor:
         """A router's, [experts] float32."""
@@ -358,23 +368,26 @@ class Loader:
             self.packing.group,
         )
         make, activation = self.backend.make_linear, self.config.activation
-        is_turned = self.source.stored_shape(block + "experts.down_proj")[1:] == (inter, hidden) != (hidden, inter)
-        gate_up, down = (
-            self.source.dense(
-                f"{block}experts.{name}_proj", (moe.num_experts, *(shape[::-1] if is_turned else shape)), [numbers]
-            )
-            for name, shape in (("gate_up", (2 * inter, hidden)), ("down", (hidden, inter)))
-        )
-        if is_turned:
-            gate_up, down = gate_up.mT.contiguous(), down.mT.contiguous()
+        source = self.source
+        is_turned = source.stored_shape(block + "experts.down_proj")[1:] == (inter, hidden) != (hidden, inter)
+
+        def matrices(which: str, shape: tuple[int, int]) -> list[Matrix]:
+            name = f"{block}experts.{which}_proj"
+            if is_stacked(source, name):
+                read = [read_stacked(source, name, number, shape, is_turned=is_turned) for number in numbers]
+                self.widened.update({str(each) for each in read if not self.backend.is_kept(each)})
+                return read
+            whole = source.dense(name, (moe.num_experts, *(shape[::-1] if is_turned else shape)), [numbers])
+            return [Dense(each.T.contiguous() if is_turned else each) for each in whole]
+
         return [
             Expert(
-                make(
-                    Dense(gate_up[place]), quantization=quantization, group=group, is_gated=True, activation=activation
-                ),
-                make(Dense(down[place]), quantization=quantization, group=group),
+                make(gate_up, quantization=quantization, group=group, is_gated=True, activation=activation),
+                make(down, quantization=quantization, group=group),
             )
-            for place in range(len(numbers))
+            for gate_up, down in zip(
+                matrices("gate_up", (2 * inter, hidden)), matrices("down", (hidden, inter)), strict=True
+            )
         ]
 
     def gpt_oss_expert(self, block: str, number: int, moe: MoeConfig) -> Expert:
@@ -463,9 +476,12 @@ class Loader:
             [self.source.dense(source + "bias", shape[:1], some) for source, shape, some in read] if has_bias else []
         )
         for number in range(num_rotated):
-            matrices[number] = self.in_halves(matrices[number], sources[number])
+            matrix = matrices[number]
+            assert not isinstance(matrix, Joined)
+            order = in_halves(matrix.shape[0], self.config.head_dim)
+            matrices[number] = reordered(matrix, order)
             if biases:
-                biases[number] = in_halves(biases[number], self.config.head_dim)
+                biases[number] = biases[number][order]
         return self.made(matrices, biases, quantization, is_gated=is_gated, whole_n=sum(shape[0] for shape in shapes))
 
     def joined(self, name: str, pieces: list[MatrixRows], *, has_bias: bool) -> Linear:
@@ -501,17 +517,14 @@ class Loader:
             whole_n=whole_n,
         )
 
-    def in_halves(self, matrix: Matrix, name: str) -> Dense:
-        """The rows of q or k in the order that the kernels rotate. Raises StartupError."""
-        if not isinstance(matrix, Dense):
-            raise StartupError(
-                f"{self.source.folder}: {name}weight is {matrix}; of a model in which neighbouring dimensions rotate "
-                "together only dense weights of q and k are read: --model-impl transformers reads others"
-            )
-        return Dense(in_halves(matrix.weight, self.config.head_dim))
-
     def restored(
-        self, name: str, shapes: list[tuple[int, int]], has_bias: bool, *, is_gated: bool, rows: Sequence[range] | None
+        self,
+        name: str,
+        shapes: list[tuple[int, int]],
+        has_bias: bool,
+        *,
+        is_gated: bool = False,
+        rows: Sequence[range] | None = None,
     ) -> Linear:
         """A layer that is packed. rows: as linear's parts."""
         assert isinstance(self.source, SafetensorsSource)
@@ -525,12 +538,6 @@ class Loader:
             )
         except ValueError as error:
             raise StartupError(f"{self.source.folder}: {name.rstrip('.')}: {error}") from None
-
-
-def in_halves(rows: Tensor, head_dim: int) -> Tensor:
-    """Each head's rows with even numbers, then those with odd ones: what turned with its neighbour turns
-    with the one half a head away, and q . k stays. rows: [heads * head_dim, ...]."""
-    return rows.view(-1, head_dim // 2, 2, *rows.shape[1:]).transpose(1, 2).flatten(0, 2)
 
 
 def scaled(part: range, factor: int) -> range:

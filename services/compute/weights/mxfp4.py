@@ -8,6 +8,7 @@ from services.compute.backends.matrix import Dense, Grouped, Matrix
 from services.compute.weights.formats.mxfp4 import DESCRIPTION
 from services.compute.weights.formats.stored import AS_THEY_ARE, FLOATS
 from services.compute.weights.safetensors_source import SafetensorsSource
+from services.compute.weights.stacked_experts import is_stacked, read_stacked
 from shared.process.errors import StartupError
 
 GROUP = 32
@@ -34,10 +35,12 @@ def read_expert(
     source: SafetensorsSource, name: str, number: int, shape: tuple[int, int], order: Tensor
 ) -> tuple[Matrix, Tensor]:
     """An expert's matrix [n, k] and its bias [n] of gpt-oss' files, rows in this order: blocks in MXFP4,
-    [experts, n, ...], or weights [experts, k, n]. Raises StartupError."""
+    [experts, n, ...], or weights [experts, k, n], in FP8 or not. Raises StartupError."""
     (n, k), dtype = shape, source.dtype
     bias = source.one_of(name + "_bias", number, (n,), FLOATS)[order].to(dtype)
     if not source.has(name + "_blocks"):
+        if is_stacked(source, name):
+            return Dense(read_stacked(source, name, number, shape, is_turned=True).dequantize(dtype)[order]), bias
         return Dense(source.one_of(name, number, (k, n), FLOATS).T[order].to(dtype)), bias
     if source.quantized_as != DESCRIPTION:
         raise StartupError(f"{source.folder}: {name} is in MXFP4, and config.json's quantization_config says otherwise")

@@ -212,10 +212,19 @@ class SafetensorsSource:
     def has(self, name: str) -> bool:
         return name in self.file_by_name
 
-    def matrix(self, name: str, shape: tuple[int, int], rows: Sequence[range] | None = None) -> Matrix:
+    def matrix(
+        self, name: str, shape: tuple[int, int], rows: Sequence[range] | None = None, dtype: torch.dtype | None = None
+    ) -> Matrix:
+        """dtype: of a matrix that is dense in the file, another than the model's."""
         layer = StoredLayer(self, name, *shape, rows)
         if self.format is None or not self.format.holds(layer):
-            return Dense(self.dense(name + "weight", shape, rows))
+            return Dense(self.dense(name + "weight", shape, rows, dtype))
+        return self.matrix_of(layer)
+
+    def matrix_of(self, layer: StoredLayer) -> Matrix:
+        """The wanted rows of a quantized layer. Raises StartupError."""
+        if self.format is None:
+            raise layer.refuse("weight", "is quantized, and config.json has no quantization_config that says how")
         kept = self.format.matrix(layer)
         self.kept[kept.how] += 1
         return kept.matrix

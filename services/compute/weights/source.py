@@ -71,3 +71,9 @@ def take_rows(tensor: Tensor, rows: Sequence[range] | None, dim: int = 0) -> Ten
         return tensor
     parts = [tensor.narrow(dim, each.start, len(each)) for each in rows]
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
+
+
+def in_halves(num_rows: int, head_dim: int) -> Tensor:
+    """The places of each head's rows with even numbers, then of those with odd ones, [num_rows] int64: what
+    turned with its neighbour turns with the one half a head away, and q . k stays."""
+    return torch.arange(num_rows).view(-1, head_dim // 2, 2).transpose(1, 2).flatten()

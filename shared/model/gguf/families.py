@@ -6,7 +6,7 @@ The reference is what llama.cpp's converter writes and what its loader takes for
 
 from typing import Any
 
-from shared.model.gguf.family import FULL, SLIDING, Family, head_dim_of, read_experts, read_kinds
+from shared.model.gguf.family import FULL, SIGMOID, SLIDING, Family, head_dim_of, read_experts, read_kinds
 from shared.model.gguf.library_families import LIBRARY_FAMILIES
 from shared.model.gguf.reader import GgufHead
 from shared.model.gguf.rope import make_rope
@@ -54,10 +54,14 @@ def find_family(head: GgufHead) -> Family:
             f"{head.path}: the GGUF architecture {name!r} is not supported{lack}; these are: "
             f"{', '.join(sorted(FAMILIES))}"
         )
-    for key, values in NEUTRAL.items():
+    gating = {"expert_gating_func": (SIGMOID, 0)} if family.has_sigmoid_experts else {}
+    for key, values in (NEUTRAL | gating).items():
         value = head.metadata.get(f"{name}.{key}", values[0])
         if key not in family.reads and value not in values:
-            raise StartupError(f"{head.path}: {name}.{key} is {str(value)[:40]}; no model with it is read")
+            raise StartupError(
+                f"{head.path}: {name}.{key} is {str(value)[:40]}; no model with it is read, of {family.architecture} "
+                f"those with {' or '.join(map(str, values))}"
+            )
     return family
 
 
@@ -245,6 +249,20 @@ def _seed_oss(head: GgufHead, _prefix: str) -> dict[str, Any]:
     return {"hidden_act": "silu", "mlp_bias": _has_mlp_bias(head)}
 
 
+def _hunyuan(_head: GgufHead, _prefix: str) -> dict[str, Any]:
+    return {"hidden_act": "silu"}
+
+
+def _hunyuan_moe(head: GgufHead, prefix: str) -> dict[str, Any]:
+    experts = read_experts(head, prefix)
+    return {
+        "hidden_act": "silu",
+        "intermediate_size": experts["moe_intermediate_size"],
+        "num_experts": experts["num_experts"],
+        "moe_topk": experts["num_experts_per_tok"],
+    }
+
+
 def _has_mlp_bias(head: GgufHead) -> bool:
     return "blk.0.ffn_gate.bias" in head.tensors
 
@@ -262,9 +280,21 @@ FAMILIES = {
         _granite,
         ("attention.scale", "embedding_scale", "residual_scale", "logit_scale"),
     ),
-    "llama": Family("LlamaForCausalLM", "llama", _llama, ("expert_count",)),
-    "mistral3": Family("LlamaForCausalLM", "llama", _mistral3, ("attention.temperature_scale",)),
-    "olmo2": Family("Olmo2ForCausalLM", "olmo2", _olmo2),
+    "hunyuan-dense": Family("HunYuanDenseV1ForCausalLM", "hunyuan_v1_dense", _hunyuan),
+    "hunyuan-moe": Family(
+        "HunYuanMoEV1ForCausalLM", "hunyuan_v1_moe", _hunyuan_moe, ("expert_count", "expert_shared_count")
+    ),
+    "llama": Family(
+        "LlamaForCausalLM", "llama", _llama, ("expert_count",), others=("MistralForCausalLM", "MixtralForCausalLM")
+    ),
+    "mistral3": Family(
+        "LlamaForCausalLM",
+        "llama",
+        _mistral3,
+        ("attention.temperature_scale",),
+        others=("Ministral3ForCausalLM", "MistralForCausalLM"),
+    ),
+    "olmo2": Family("Olmo2ForCausalLM", "olmo2", _olmo2, others=("Olmo3ForCausalLM",)),
     "phi3": Family("Phi3ForCausalLM", "phi3", _phi3),
     "qwen2": Family("Qwen2ForCausalLM", "qwen2", _qwen),
     "qwen2moe": Family("Qwen2MoeForCausalLM", "qwen2_moe", _qwen2_moe, ("expert_count", "expert_shared_count")),

@@ -8,6 +8,7 @@ from shared.model.gguf.reader import GgufHead
 from shared.process.errors import StartupError
 
 FULL, SLIDING = "full_attention", "sliding_attention"
+SOFTMAX, SIGMOID = 1, 2  # of expert_gating_func
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,7 +19,9 @@ class Family:
     model_type: str
     extra: Callable[[GgufHead, str], dict[str, Any]]  # of (head, prefix of the metadata's keys)
     reads: tuple[str, ...] = ()  # keys of NEUTRAL, whatever their values
+    has_sigmoid_experts: bool = False  # chosen so by the class, whatever a file says
     has_other_values: bool = False  # keys and values of a head may differ in length
+    others: tuple[str, ...] = ()  # architectures that `extra` finds in some of its files
     is_native: bool = False  # of those in LIBRARY_FAMILIES: our own executor reads its files, too
 
 

@@ -167,7 +167,6 @@ def _has_any(head: GgufHead, end: str) -> bool:
 _SCALES = ("attention.scale", "embedding_scale", "residual_scale", "logit_scale")
 _OF_NEMOTRON = (
     "expert_count",
-    "expert_gating_func",
     "expert_group_count",
     "expert_shared_count",
     "expert_weights_scale",
@@ -184,10 +183,12 @@ HYBRID_FAMILIES = {
     ),
     "lfm2": Family("Lfm2ForCausalLM", "lfm2", _lfm2, is_native=True),
     "lfm2moe": Family(
-        "Lfm2MoeForCausalLM", "lfm2_moe", _lfm2moe, ("expert_count", "expert_gating_func"), is_native=True
+        "Lfm2MoeForCausalLM", "lfm2_moe", _lfm2moe, ("expert_count",), has_sigmoid_experts=True, is_native=True
     ),
     "nemotron_h": Family("NemotronHForCausalLM", "nemotron_h", _nemotron_h),
-    "nemotron_h_moe": Family("NemotronHForCausalLM", "nemotron_h", _nemotron_h_moe, _OF_NEMOTRON),
+    "nemotron_h_moe": Family(
+        "NemotronHForCausalLM", "nemotron_h", _nemotron_h_moe, _OF_NEMOTRON, has_sigmoid_experts=True
+    ),
     "qwen35": Family(
         "Qwen3_5ForCausalLM",
         "qwen3_5_text",

@@ -6,7 +6,9 @@ from typing import Any
 
 from shared.model.gguf.family import (
     FULL,
+    SIGMOID,
     SLIDING,
+    SOFTMAX,
     Family,
     count_layers,
     head_dim_of,
@@ -20,7 +22,6 @@ from shared.model.gguf.reader import GgufHead
 from shared.model.gguf.rope import make_rope, read_floats
 from shared.process.errors import StartupError
 
-SOFTMAX, SIGMOID = 1, 2  # of expert_gating_func
 STARCODER_WINDOW = 4096  # of all published models
 LLAMA4_CHUNK, LLAMA4_WITHOUT_NORM = 8192, 128  # tokens; experts of the model without norms of queries and keys
 STILL = 1e20  # what divides a frequency that rotates nothing, at least
@@ -254,20 +255,6 @@ def _ernie4_5_moe(head: GgufHead, prefix: str) -> dict[str, Any]:
     }
 
 
-def _silu(head: GgufHead, prefix: str) -> dict[str, Any]:  # noqa: ARG001
-    return {"hidden_act": "silu"}
-
-
-def _hunyuan_moe(head: GgufHead, prefix: str) -> dict[str, Any]:
-    experts = read_experts(head, prefix)
-    return {
-        "hidden_act": "silu",
-        "intermediate_size": experts["moe_intermediate_size"],
-        "num_experts": experts["num_experts"],
-        "moe_topk": experts["num_experts_per_tok"],
-    }
-
-
 def _minimax_m2(head: GgufHead, prefix: str) -> dict[str, Any]:
     experts = read_experts(head, prefix)
     return _glm4(head, prefix) | {
@@ -342,33 +329,38 @@ def _nomic_bert(head: GgufHead, prefix: str) -> dict[str, Any]:
     return {"hidden_act": "silu"} | _encoder(head, prefix)
 
 
-_OF_DEEPSEEK = (
-    "expert_count",
-    "expert_gating_func",
-    "expert_group_count",
-    "expert_weights_scale",
-    "expert_shared_count",
-)
+_OF_DEEPSEEK = ("expert_count", "expert_group_count", "expert_weights_scale", "expert_shared_count")
 LIBRARY_FAMILIES = {
     **HYBRID_FAMILIES,
     "bert": Family("BertModel", "bert", _bert, ("attention.causal",)),
     "cohere2": Family("Cohere2ForCausalLM", "cohere2", _cohere2, ("logit_scale",)),
     "command-r": Family("CohereForCausalLM", "cohere", _cohere, ("logit_scale",)),
-    "deepseek2": Family("DeepseekV2ForCausalLM", "deepseek_v2", _deepseek2, _OF_DEEPSEEK, has_other_values=True),
+    "deepseek2": Family(
+        "DeepseekV2ForCausalLM",
+        "deepseek_v2",
+        _deepseek2,
+        (*_OF_DEEPSEEK, "expert_gating_func"),
+        has_other_values=True,
+        others=("DeepseekV3ForCausalLM",),
+    ),
     "gemma3n": Family("Gemma3nForCausalLM", "gemma3n_text", _gemma3n, ("final_logit_softcapping",)),
     "ernie4_5": Family("Ernie4_5ForCausalLM", "ernie4_5", _ernie4_5),
     "ernie4_5-moe": Family(
         "Ernie4_5_MoeForCausalLM", "ernie4_5_moe", _ernie4_5_moe, ("expert_count", "expert_shared_count")
     ),
     "gemma4": Family("Gemma4ForCausalLM", "gemma4_text", _gemma4, ("expert_count", "final_logit_softcapping")),
-    "glm4moe": Family("Glm4MoeForCausalLM", "glm4_moe", _glm4moe, (*_OF_DEEPSEEK, "nextn_predict_layers")),
-    "gpt2": Family("GPT2LMHeadModel", "gpt2", _gpt2),
-    "hunyuan-dense": Family("HunYuanDenseV1ForCausalLM", "hunyuan_v1_dense", _silu),
-    "hunyuan-moe": Family(
-        "HunYuanMoEV1ForCausalLM", "hunyuan_v1_moe", _hunyuan_moe, ("expert_count", "expert_shared_count")
+    "glm4moe": Family(
+        "Glm4MoeForCausalLM",
+        "glm4_moe",
+        _glm4moe,
+        (*_OF_DEEPSEEK, "nextn_predict_layers"),
+        has_sigmoid_experts=True,
     ),
-    "llama4": Family("Llama4ForCausalLM", "llama4_text", _llama4, ("expert_count", "expert_gating_func")),
-    "minimax-m2": Family("MiniMaxM2ForCausalLM", "minimax_m2", _minimax_m2, ("expert_count", "expert_gating_func")),
+    "gpt2": Family("GPT2LMHeadModel", "gpt2", _gpt2),
+    "llama4": Family("Llama4ForCausalLM", "llama4_text", _llama4, ("expert_count",), has_sigmoid_experts=True),
+    "minimax-m2": Family(
+        "MiniMaxM2ForCausalLM", "minimax_m2", _minimax_m2, ("expert_count",), has_sigmoid_experts=True
+    ),
     "nomic-bert": Family("NomicBertModel", "nomic_bert", _nomic_bert, ("attention.causal",)),
     "olmoe": Family("OlmoeForCausalLM", "olmoe", _olmoe, ("expert_count",)),
     "glm4": Family("Glm4ForCausalLM", "glm4", _glm4),

@@ -34,8 +34,7 @@ class PythonicCalls:
         self._raw = ""  # of the list, or what may become one
         self._at = 0  # how far of it was looked at
         self._depth = 0
-        self._quote = ""
-        self._is_escaped = False
+        self._quote = ""  # one or three, of the string that has not ended
         self._is_prose = False
         self._behind: str | None = None  # the list, what may be the beginning of the end marker
 
@@ -89,23 +88,24 @@ class PythonicCalls:
         """Behind the bracket that closes the first one."""
         self._at = max(self._at, start)
         while self._at < len(self._raw):
-            character = self._raw[self._at]
-            self._at += 1
+            here, size = self._raw[self._at : self._at + 3], 1
+            if here[0] in "\"'\\" and len(here) < 3:  # what it means is in the next two, which a whole list has
+                return None
             if self._quote:
-                if self._is_escaped:
-                    self._is_escaped = False
-                elif character == "\\":
-                    self._is_escaped = True
-                elif character == self._quote:
-                    self._quote = ""
-            elif character in "\"'":
-                self._quote = character
-            elif character in "([{":
+                if here[0] == "\\":
+                    size = 2
+                elif here.startswith(self._quote):
+                    size, self._quote = len(self._quote), ""
+            elif here[0] in "\"'":
+                self._quote = here if here == here[0] * 3 else here[0]
+                size = len(self._quote)
+            elif here[0] in "([{":
                 self._depth += 1
-            elif character in ")]}":
+            elif here[0] in ")]}":
                 self._depth -= 1
                 if self._depth == 0:
-                    return self._at
+                    return self._at + 1
+            self._at += size
         return None
 
 

@@ -61,7 +61,7 @@ class ScriptedConfig:
 class ScriptedModel:
     implementation = "scripted"
     is_row_invariant = True
-    splits_prompts = takes_segments = True
+    splits_prompts = takes_segments = has_kv = True
     finds_slots = False
     longest_text = None
     state_bytes = 0

@@ -241,7 +241,8 @@ def launch_all(capability: int) -> None:
             ((128, 0), (64, 0), (256, 0)) if is_wide else ((128, 0), (128, 64), (64, 0), (64, 64), (256, 0), (256, 64))
         ):
             try:
-                attention = backend.make_attention(Heads(32, 8, dim), Scores(0.1, 50.0 if dim == 256 else 0.0))
+                heads = Heads(32, 8, dim, norms_after_rotation=dim == 64)
+                attention = backend.make_attention(heads, Scores(0.1, 50.0 if dim == 256 else 0.0))
             except StartupError as refusal:
                 print(f"refused: {refusal}")
                 continue

@@ -101,6 +101,7 @@ def test_other_gates(activation: str) -> None:
         (FLOAT32, AttentionCase(Heads(4, 2, 32), (5, 20), (1, 9))),
         (FLOAT16, AttentionCase(Heads(4, 2, 32), (5, 20), (1, 9), kv_group=8, norm="heads")),
         (BFLOAT16, AttentionCase(Heads(3, 1, 24, 16), (13, 9), (1, 8), window=6, norm="heads")),
+        (BFLOAT16, AttentionCase(Heads(3, 1, 24, 16, norms_after_rotation=True), (13, 9), (1, 8), norm="heads")),
         (BFLOAT16, AttentionCase(Heads(4, 2, 32), (11, 18), (3, 1), kv_group=8, norm="joint", scores=Scores(0.3, 5.0))),
         (BFLOAT16, AttentionCase(Heads(3, 2, 16, per_kv_head=3, num_before=2), (70, 20), (1, 9), has_sinks=True)),
         (BFLOAT16, AttentionCase(Heads(2, 1, 16), (131,), (1,))),

@@ -56,6 +56,7 @@ class NativeAttention:
             num_heads=heads.num_heads,
             head_dim=heads.head_dim,
             rotary_dim=heads.rotary_dim or heads.head_dim,
+            norms_after_rotation=int(heads.norms_after_rotation),
         )
         attention = AttentionArguments(
             query_starts=starts.data_ptr(),

@@ -161,7 +161,7 @@ struct Attention {
   void* workspace;
 };
 
-// Norms and rotates a step's q and k, and writes k and v to the cache.
+// Norms and rotates a step's q and k, in either order, and writes k and v to the cache.
 struct Rotation {
   // bf16 [tokens][stride], of which (num_heads + 2 * num_kv_heads) * head_dim are q, k and v; q is changed in place
   uint16_t* qkv;
@@ -175,6 +175,7 @@ struct Rotation {
   int64_t tokens, num_heads, head_dim;
   int64_t rotary_dim;     // a multiple of 32; dimensions from there on are not rotated
   int64_t is_norm_joint;  // the norm is over all heads of q, and of k, not over each
+  int64_t norms_after_rotation;  // of each head; else before
 };
 
 // The recurrent layers of a model: recurrence.inc has their formulas.

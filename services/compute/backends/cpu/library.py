@@ -82,6 +82,7 @@ class Rotation(ctypes.Structure):
         ("slots", Pointer),
         ("cache", CacheRows),
         *((name, ctypes.c_int64) for name in ("tokens", "num_heads", "head_dim", "rotary_dim", "is_norm_joint")),
+        ("norms_after_rotation", ctypes.c_int64),
     ]
 
 

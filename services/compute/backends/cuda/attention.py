@@ -257,6 +257,7 @@ class CudaAttention:
             **shape,
             NUM_HEADS=heads.num_heads,
             ROTARY_DIM=heads.rotary_dim or heads.head_dim,
+            NORMS_AFTER_ROTATION=heads.norms_after_rotation,
             HEADS=tile,
             DIM=self.dim,
             num_warps=warps_of(tile * self.dim),

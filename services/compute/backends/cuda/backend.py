@@ -80,7 +80,7 @@ class CudaBackend:
 
     def is_kept(self, matrix: Matrix) -> bool:
         has_products = self.has_float8 or not isinstance(matrix, Float8)
-        matrix = matrix.in_halves() if isinstance(matrix, Grouped) else matrix
+        matrix = matrix.with_half_scales() if isinstance(matrix, Grouped) else matrix
         if isinstance(matrix, Joined):
             return False
         return isinstance(matrix, Dense) or (self.dtype in HALVES and has_products and is_readable(matrix))
@@ -108,7 +108,7 @@ class CudaBackend:
                 f"--quantization fp8 needs a GPU of compute capability {needed} (Ada) or newer, this one has {found}: "
                 "w8a8 takes as much memory"
             )
-        matrix = matrix.in_halves() if isinstance(matrix, Grouped) else matrix
+        matrix = matrix.with_half_scales() if isinstance(matrix, Grouped) else matrix
         if isinstance(matrix, Joined) or not self.is_kept(matrix):
             matrix = Dense(matrix.dequantize(self.dtype))
         if isinstance(matrix, Dense) and quantization != "none":

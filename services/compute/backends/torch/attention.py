@@ -29,6 +29,7 @@ class Heads:
     # last one may be elsewhere; of those of the first, the first num_before
     per_kv_head: int | None = None
     num_before: int = 0
+    norms_after_rotation: bool = False  # of each head of q and k; else before
     # the results are multiplied by the sigmoid of as many more columns, behind those of v
     has_gate: bool = False
 
@@ -165,10 +166,12 @@ class TorchAttention:
         heads, inputs = self.heads, plan.inputs
         sizes = [heads.num_heads, heads.num_kv_heads, heads.num_kv_heads, heads.num_heads * heads.has_gate]
         q, k, v, gate = qkv.view(len(qkv), -1, heads.head_dim).split_with_sizes(sizes, dim=1)
-        if norms[0] is not None and norms[1] is not None:
-            q, k = norm_heads(q, norms[0], eps), norm_heads(k, norms[1], eps)
         cos, sin = (each[:, None] for each in inputs.ropes[rope])
+        if not heads.norms_after_rotation:
+            q, k = norm_heads(q, norms[0], eps), norm_heads(k, norms[1], eps)
         q, k = rotary(q, cos, sin), rotary(k, cos, sin)
+        if heads.norms_after_rotation:
+            q, k = norm_heads(q, norms[0], eps), norm_heads(k, norms[1], eps)
         write_kv(kv, k, v, inputs.slot_mapping)
         # zeros in the places of query heads that are elsewhere
         missing = heads.num_before, heads.num_kv_heads * heads.sharing - heads.num_before - heads.num_heads

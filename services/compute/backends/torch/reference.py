@@ -176,9 +176,11 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return normed.to(x.dtype) * weight
 
 
-def norm_heads(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+def norm_heads(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     """rms_norm of each head with a weight of [head_dim], or of all heads together with one of
-    [heads * head_dim]. x: [T, heads, head_dim]."""
+    [heads * head_dim]; None: x as it is. x: [T, heads, head_dim]."""
+    if weight is None:
+        return x
     return rms_norm(x, weight, eps) if len(weight) == x.shape[-1] else rms_norm(x.flatten(1), weight, eps).view_as(x)
 
 

@@ -2,8 +2,8 @@
 floats, times a scale.
 
 `weight` [n, k] is float8; `weight_scale_inv` (DeepSeek-V3's name; it multiplies as well) or
-`weight_scale` is one number, one for each output, or one for each block of weight_block_size
-outputs and inputs. Scales of activations are not used: activations stay as they are.
+`weight_scale` is one number, one for each half of the outputs, for each output, or for each block of
+weight_block_size outputs and inputs. Scales of activations are not used: activations stay as they are.
 """
 
 from dataclasses import dataclass
@@ -43,12 +43,15 @@ def keep_fp8(layer: StoredLayer, scale_part: str, block: tuple[int, int]) -> Sto
     height, width = min(block[0], n), min(block[1], k)
     codes = layer.read("weight", [(n, k)], FLOAT8, along=0)
     blocks = (-(-n // height), -(-k // width))
-    scales = layer.read_scales(scale_part, [(), (1,), (1, 1), (n,), (n, 1), blocks], SCALE_DTYPES).float()
+    halves = [] if n % 2 else [(2, 1)]  # of an expert's gate and up in one matrix
+    scales = layer.read_scales(scale_part, [(), (1,), (1, 1), (n,), (n, 1), blocks, *halves], SCALE_DTYPES).float()
     if tuple(scales.shape) == blocks and scales.shape not in ((1, 1), (n, 1)):
         taken, height = take_blocks(layer, scales, height)
         matrix = Float8(codes, taken, width, height)
     else:
-        matrix = Float8(codes, layer.take(scales.reshape(-1, 1).expand(n, 1)).contiguous(), k)
+        matrix = Float8(
+            codes, layer.take(scales.reshape(-1, 1).repeat_interleave(n // scales.numel(), 0)).contiguous(), k
+        )
     return StoredWeight(matrix, IN_FP8)
 
 

@@ -25,9 +25,14 @@ SLICE = 1 << 22  # weights that are widened at a time: their float32 is 16 MiB
 class Reader(Protocol):
     """A checkpoint's tensors by name; a name that is missing raises StartupError."""
 
-    dtype: torch.dtype
-    device: torch.device
-    file_by_name: dict[str, Path]
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    @property
+    def device(self) -> torch.device: ...
+
+    @property
+    def file_by_name(self) -> dict[str, Path]: ...
 
     def tensor(self, name: str) -> Tensor: ...
 

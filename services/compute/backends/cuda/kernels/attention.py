@@ -93,13 +93,14 @@ def rotate_and_write(
     NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     ROTARY_DIM: tl.constexpr,
+    NORMS_AFTER_ROTATION: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     GROUP: tl.constexpr,
     HEADS: tl.constexpr,
     DIM: tl.constexpr,
 ):
     """A program a token of qkv [T, (heads + 2 kv_heads) * head_dim] and HEADS of its heads: q is
-    normalized and rotated in place, k too on its way into the cache, v only goes there.
+    normalized and rotated in place, in either order, k too on its way into the cache, v only goes there.
 
     Norms [head_dim] may be None. cos, sin: [T, rotary_dim / 2] float32; slots: [T] int64;
     num_tokens: [1] int32, beyond which rows are padding. GROUP: of an int8 cache; 0: it has qkv's
@@ -119,10 +120,10 @@ def rotate_and_write(
         x = tl.load(base + head[:, None] * HEAD_DIM + at[None, :], mask=is_in, other=0.0)
         partner = tl.load(base + head[:, None] * HEAD_DIM + partner_at[None, :], mask=is_in, other=0.0)
         y, z = widened(x), widened(partner)
-        is_value = (head >= NUM_HEADS + NUM_KV_HEADS)[:, None]
-        if q_norm_ptr is not None:
+        is_query, is_value = (head < NUM_HEADS)[:, None], (head >= NUM_HEADS + NUM_KV_HEADS)[:, None]
+        has_norms: tl.constexpr = q_norm_ptr is not None
+        if has_norms and not NORMS_AFTER_ROTATION:
             inverse_norm = tl.rsqrt(tl.sum(y * y, 1) / HEAD_DIM + eps)
-            is_query = (head < NUM_HEADS)[:, None]
             weight = norm_weights(q_norm_ptr, k_norm_ptr, at, is_query, HEAD_DIM)
             partner_weight = norm_weights(q_norm_ptr, k_norm_ptr, partner_at, is_query, HEAD_DIM)
             y = tl.where(is_value, y, normed_and_weighted(x, weight, inverse_norm))
@@ -132,6 +133,10 @@ def rotate_and_write(
         sin = tl.load(sin_ptr + angle_at, mask=at < ROTARY_DIM, other=0.0)[None, :]
         rotated = tl.where(is_first[None, :], y * cos - z * sin, y * cos + z * sin)
         y = tl.where(is_value | (at >= ROTARY_DIM)[None, :], y, widened(rounded(rotated, x.dtype)))
+        if has_norms and NORMS_AFTER_ROTATION:
+            inverse_norm = tl.rsqrt(tl.sum(y * y, 1) / HEAD_DIM + eps)
+            weight = norm_weights(q_norm_ptr, k_norm_ptr, at, is_query, HEAD_DIM)
+            y = tl.where(is_value, y, normed_and_weighted(rounded(y, x.dtype), weight, inverse_norm))
         tl.debug_barrier()  # all threads have read their partners
         tl.store(
             base + head[:, None] * HEAD_DIM + at[None, :], rounded(y, x.dtype), mask=is_in & (head < NUM_HEADS)[:, None]
