@@ -1,5 +1,5 @@
 """How fast is each kernel, beside torch's and beside the machine's ceilings? Every layer of two
-models' shapes, and attention.
+models' shapes, attention, and a recurrence.
 
 Method: native layers in each mode and torch's bfloat16 linear take turns on the same random data;
 the median of --rounds. GB/s counts the weights' bytes once, GOP/s two operations a multiplication;
@@ -11,6 +11,7 @@ model does, so that weights come from memory and not from a cache.
 """
 
 import argparse
+import math
 import statistics
 import time
 from collections.abc import Callable
@@ -25,6 +26,12 @@ from services.compute.backends.choose import choose_backend
 from services.compute.backends.cpu.linear import QUANTIZATIONS
 from services.compute.backends.matrix import Dense
 from services.compute.backends.torch.attention import AttentionInputs, Heads
+from services.compute.backends.torch.recurrent import (
+    RecurrenceConfig,
+    RecurrentWeights,
+    StateRows,
+    make_state_layer,
+)
 from services.modeltools.make_model import SHAPES, Shape
 
 LAYERS_BYTES = 100 << 20  # of the caches that attention takes in turn
@@ -152,6 +159,32 @@ def measure_attention(backend: Backend, shape: Shape, rounds: int) -> None:
         )
 
 
+def measure_recurrence(backend: Backend, rounds: int) -> None:
+    """A layer of Qwen 3.5 4B's gated delta-net, decoding with one token in the log, and a prompt. GB/s
+    counts a state once for reading and once for writing.
+    """
+    config = RecurrenceConfig("delta", num_heads=32, num_key_heads=16, key_dim=128, value_dim=128, kernel=4)
+    recurrence, ones = backend.make_recurrence(config), torch.ones(config.channels)
+    weights = RecurrentWeights(
+        torch.randn(config.kernel, config.channels) / 2, -ones[: config.num_heads], ones[: config.num_heads], ones[:128]
+    )
+    print(f"{'gated delta-net':20}{'us a token':>14}{'GB/s':>14}")
+    for name, sequences, new in (("decode, 1", 1, 1), ("decode, 16", 16, 1), ("prefill, 512", 1, 512)):
+        copies = max(1, LAYERS_BYTES // (sequences * config.slot_bytes(torch.bfloat16)))
+        caches = [make_state_layer(config, sequences, torch.bfloat16, backend.device) for _ in range(copies)]
+        start = 100 if new == 1 else 0
+        numbers = (new, start, max(0, start - 1), start + new - 1)
+        rows = StateRows(list(range(sequences)), *([number] * sequences for number in numbers))
+        projected, plan = torch.randn(sequences * new, config.width).bfloat16(), recurrence.plan(rows)
+        seconds = [
+            timed(lambda cache=cache: recurrence(projected, cache, plan, weights, eps=1e-6))  # type: ignore[misc]  # noqa: B023
+            for _ in range(rounds)
+            for cache in caches
+        ]
+        median, states = statistics.median(seconds), sequences * 8 * math.prod(config.state_shape)
+        print(f"{name:20}{median * 1e6 / (sequences * new):14.1f}{states / median / 1e9:14.1f}", flush=True)
+
+
 def make_cache(backend: Backend, heads: Heads, num_blocks: int, group: int) -> torch.Tensor:
     """A layer's cache whose bytes are no numbers that would take longer than others, whatever order
     they stand in; group: of int8, 0: bfloat16.
@@ -179,6 +212,7 @@ def main() -> None:
         hertz = ceilings()[1]
         best = measure_layers(backend, SHAPES[args.shape], args.rows, args.rounds, hertz * torch.get_num_threads())
         measure_attention(backend, SHAPES[args.shape], args.rounds)
+        measure_recurrence(backend, args.rounds)
         print(
             f"ceilings: memory read {read_bandwidth() / 1e9:.1f} GB/s; best rate of a GEMM here {best / 1e9:,.0f} "
             f"GOP/s; clock {hertz / 1e9:.2f} GHz"
