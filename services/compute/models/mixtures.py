@@ -39,7 +39,9 @@ def qwen_mixture(config: Config) -> MoeConfig:
 def gated_qwen_mixture(config: Config) -> MoeConfig:
     """The same with an expert that all tokens have, weighted by a score."""
     size = config["shared_expert_intermediate_size"]
-    return replace(qwen_mixture(config), shared_intermediate_size=size, has_shared_gate=size != 0)
+    return replace(
+        qwen_mixture(config), shared_intermediate_size=size, has_shared_gate=size != 0, shared_name="shared_expert"
+    )
 
 
 def deepseek_mixture(config: Config) -> MoeConfig:
