@@ -111,6 +111,7 @@ GATED_DELTA_NET: dict[str, Any] = {
     "linear_num_value_heads": 6,
     "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25},
 }
+WIDE_HEADS = {"num_attention_heads": 2, "num_key_value_heads": 1}
 GATED_MIXTURE = MIXTURE | {"num_experts": 8, "shared_expert_intermediate_size": 72}
 # with layers that keep states in place of keys and values
 HYBRIDS: dict[str, PretrainedConfig] = {
@@ -140,7 +141,7 @@ HYBRIDS: dict[str, PretrainedConfig] = {
         time_step_limit=(0.4, 1.2),
     ),
     "granite4-dense": GraniteMoeHybridConfig(
-        **SIZES,
+        **SIZES | WIDE_HEADS,
         layer_types=["mamba", "attention", "mamba"],
         mamba_n_heads=8,
         mamba_d_head=16,
@@ -148,9 +149,10 @@ HYBRIDS: dict[str, PretrainedConfig] = {
         num_local_experts=0,
         num_experts_per_tok=0,
         shared_intermediate_size=48,
+        residual_multiplier=0.4,
         position_embedding_type="rope",
     ),
-    "lfm2": Lfm2Config(**SIZES, layer_types=["conv", "full_attention", "conv"], block_multiple_of=32),
+    "lfm2": Lfm2Config(**SIZES | WIDE_HEADS, layer_types=["conv", "full_attention", "conv"], block_multiple_of=32),
     "lfm2-moe": Lfm2MoeConfig(
         **SIZES, **MIXTURE, layer_types=["conv", "full_attention", "conv"], num_experts=8, num_dense_layers=1
     ),

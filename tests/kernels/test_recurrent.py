@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5GatedDeltaNet
 
+from services.compute.backends.torch import recurrent
 from services.compute.backends.torch.recurrent import (
     RecurrenceConfig,
     RecurrentWeights,
@@ -183,6 +184,21 @@ def test_any_steps_give_the_same_bits(data: st.DataObject) -> None:
     for cut, (results, state) in zip(cuts, expected, strict=True):
         assert torch.equal(torch.stack([cut.results[at] for at in range(len(cut.rows))]), results)
         assert torch.equal(cache.state[cut.slot], state)
+
+
+@pytest.mark.parametrize("num_at_once", [1, 2])
+@torch.inference_mode()
+def test_states_that_are_scanned_in_groups(num_at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    weights, recurrence = random_weights(SIZES), TorchRecurrence(SIZES, CPU)
+    rows = StateRows([2, 0, 1], [5, 9, 1], [0, 0, 0], [0, 0, 0], [4, 9, 1])
+    projected, states, found = torch.randn(15, SIZES.width), recurrence.plan(rows), []
+    for most in (recurrent.MOST_NUMBERS, num_at_once * 6 * 16 * 24):
+        monkeypatch.setattr(recurrent, "MOST_NUMBERS", most)
+        cache = make_state_layer(SIZES, NUM_SLOTS, torch.float32, CPU)
+        found.append((recurrence(projected, cache, states, weights, eps=EPS), cache.state))
+    assert all(torch.equal(*each) for each in zip(*found, strict=True))
+    assert recurrence.workspace(2) < recurrence.workspace(500)
 
 
 def test_what_states_do_not_allow_is_refused_by_name(tmp_path: Path) -> None:

@@ -250,6 +250,7 @@ def test_states_take_memory_before_the_cache_and_bound_the_places(
 
     def build(**options: Any) -> Any:
         settings = {"dtype": "float32", "num_threads": 1, "max_model_len": 64, "model_impl": model_impl}
+        settings |= {"max_batched_tokens": 16}  # a step takes less than the states
         return build_engine(ComputeSettings(**settings, **options), files)
 
     for module in ("loop.engine", "cache.kv_cache"):

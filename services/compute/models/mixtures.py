@@ -40,10 +40,7 @@ def gated_qwen_mixture(config: Config) -> MoeConfig:
     """The same with an expert that all tokens have, weighted by a score."""
     size = config["shared_expert_intermediate_size"]
     return replace(
-        qwen_mixture(config),
-        shared_intermediate_size=size,
-        has_shared_gate=size != 0,
-        shared_name="shared_expert",
+        qwen_mixture(config), shared_intermediate_size=size, has_shared_gate=size != 0, shared_name="shared_expert"
     )
 
 

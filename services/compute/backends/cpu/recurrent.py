@@ -1,7 +1,6 @@
 """Recurrent layers in native code: recurrence.inc."""
 
 import ctypes
-import math
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -14,7 +13,7 @@ from services.compute.backends.torch.recurrent import RecurrenceConfig, Recurren
 
 LANES = 16  # floats that native code computes together
 MAX_KERNEL = 8
-KINDS = ("delta",)  # by their numbers in kernels.h
+KINDS = {"delta": 0, "mamba2": 2, "convolution": 3}  # kernels.h's RecurrenceKind
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,16 +47,18 @@ class NativeRecurrence:
         tensors = {name: self.buffers.fill(f"state_{name}", values) for name, values in numbers.items()}
         out = self.buffers.take("recurrence", (query_starts[-1], config.inner), torch.bfloat16)
         arguments = RecurrenceArguments(
-            kind=KINDS.index(config.kind),
+            kind=KINDS[config.kind],
             num_heads=config.num_heads,
             num_key_heads=config.num_key_heads,
             key_dim=config.key_dim,
             value_dim=config.value_dim,
             kernel=config.kernel,
-            norm_group=config.value_dim,
-            norm_width=config.value_dim,
+            norm_group=config.norm_group or config.value_dim,
+            norm_width=config.value_dim if config.norm_group is None else config.inner,
+            is_gated_first=config.is_gate_first,
             is_tiled=config.is_tiled,
-            most_step=math.inf,
+            least_step=config.step_limit[0],
+            most_step=config.step_limit[1],
             **{name: tensor.data_ptr() for name, tensor in tensors.items()},
             num_sequences=len(rows.slots),
             out=out.data_ptr(),
@@ -83,10 +84,10 @@ class NativeRecurrence:
 def is_supported(config: RecurrenceConfig) -> bool:
     """Whether native code runs layers of these sizes."""
     return (
-        config.kind in KINDS
-        and config.key_dim % LANES == 0
+        (config.key_dim % LANES == 0 or not config.has_state)
         and config.value_dim % LANES == 0
-        and config.kernel <= MAX_KERNEL
+        and (config.norm_group or 0) % LANES == 0
+        and 2 <= config.kernel <= MAX_KERNEL
     )
 
 
@@ -98,7 +99,9 @@ def layer_pointers(weights: RecurrentWeights, cache: StateLayer) -> RecurrentPoi
         inputs=cache.inputs.data_ptr(),
         ring=cache.inputs.shape[1],
         convolution=weights.convolution.data_ptr(),
+        convolution_bias=pointer(weights.convolution_bias),
         decay=pointer(weights.decay),
         step_bias=pointer(weights.dt_bias),
+        skip=pointer(weights.skip),
         norm=pointer(weights.norm),
     )

@@ -243,7 +243,8 @@ class CudaBackend:
             else self._recording_bytes(step, lambda: int(torch.cuda.mem_get_info(self.device)[0]))
         )
         torch.cuda.empty_cache()
-        return Workspace(peak, of_recordings)
+        of_states = step.recurrence.workspace(step.num_tokens) if isinstance(step.recurrence, TorchRecurrence) else 0
+        return Workspace(peak + of_states, of_recordings)
 
     @torch.inference_mode()
     def _recording_bytes(self, step: LargestStep, free_bytes: Callable[[], int]) -> int:

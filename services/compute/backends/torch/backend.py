@@ -119,11 +119,13 @@ class TorchBackend:
         """Inputs and outputs of the layer that has most, and once more in float32, as norms,
         activations and logits are computed."""
         sizes = [*((linear, step.num_tokens) for linear in step.linears), (step.head, step.num_logits)]
+        of_states = step.recurrence.workspace(step.num_tokens) if isinstance(step.recurrence, TorchRecurrence) else 0
         return Workspace(
             max(
                 rows * sum(linear.weight.shape) * (self.dtype.itemsize + 4)
                 for linear, rows in sizes
                 if isinstance(linear, TorchLinear)
-            ),
+            )
+            + of_states,
             0,
         )

@@ -21,6 +21,7 @@ from services.compute.backends.host_memory import mapped_zeros
 from services.compute.backends.torch.reference import silu
 
 L2_EPS = 1e-6  # of the norms of q and k
+MOST_NUMBERS = 1 << 24  # of states that are scanned at once
 LARGEST_SIZE = 1 << 16
 LOG_LENGTH = 1  # tokens: the one whose row of logits decides the next may be computed again
 NUM_SCALARS = {"delta": 2, "mamba2": 1, "convolution": 0}  # of a head and a token, by kind
@@ -168,8 +169,8 @@ class TorchStatePlan:
     windows: Tensor  # [tokens]: of each sequence's tokens in turn, the first row of `arranged` that it reads
     firsts: Tensor  # [sequences]: the first of its tokens
     active: list[int]  # for each token of the longest sequence, how many sequences have as many
-    # by number of tokens: the sequences whose state is stored behind as many
-    stored: dict[int, tuple[Tensor, Tensor]]  # places among the sequences, and slots
+    # by number of tokens: the sequences whose state is stored behind as many, with their places and slots
+    stored: dict[int, list[tuple[int, int]]]
     results: Tensor  # [T]: of the step's tokens, their places among all
     written: tuple[Tensor, Tensor, Tensor]  # tokens of the step that go into the rings, their slots and positions
 
@@ -232,10 +233,7 @@ class TorchRecurrence:
             windows=indices(windows),
             firsts=indices(firsts),
             active=[sum(length > at for length in lens) for at in range(max(lens))],
-            stored={
-                count: (indices([place for place, _ in some]), indices([slot for _, slot in some]))
-                for count, some in stored.items()
-            },
+            stored=stored,
             results=indices(results),
             written=(
                 indices([token for token, _, _ in written]),
@@ -319,20 +317,46 @@ class TorchRecurrence:
         """The gated delta rule, token by token (Yang et al. 2025, "Gated Delta Networks", section 3.1); Mamba-2's
         leaves out what a key reads before (Dao and Gu 2024, "Transformers are SSMs", equation 16). Returns what
         each token reads, [tokens, heads, value_dim]."""
-        state = cache.state[plan.slots].masked_fill_(plan.is_new, 0.0)
         read = torch.empty_like(v)
-        for at, count in enumerate(plan.active):
-            tokens, some = plan.firsts[:count] + at, state[:count]
+        at_once = self._at_once
+        for first in range(0, len(plan.slots), at_once):
+            self._scan_some(range(first, first + at_once), (q, k, v, share, stays), read, cache, plan)
+        return read
+
+    @property
+    def _at_once(self) -> int:
+        """Sequences that are scanned together."""
+        return max(1, MOST_NUMBERS // math.prod(self.config.state_shape))
+
+    def _scan_some(
+        self, group: range, parts: tuple[Tensor, ...], read: Tensor, cache: StateLayer, plan: TorchStatePlan
+    ) -> None:
+        """The same for some of the plan's sequences. parts: q, k, v, share and stays; read: is written."""
+        q, k, v, share, stays = parts
+        places = slice(group.start, group.stop)
+        state = cache.state[plan.slots[places]].masked_fill_(plan.is_new[places], 0.0)
+        for at, num_active in enumerate(plan.active):
+            count = min(num_active - group.start, len(state))
+            if count <= 0:
+                break
+            tokens, some = plan.firsts[places][:count] + at, state[:count]
             some *= stays[tokens][..., None, None]
             keys = k[tokens][..., None]
             known = tree_sum(some * keys, -2) if self.config.kind == "delta" else 0.0
             change = share[tokens][..., None] * (v[tokens] - known)
             some += keys * change[..., None, :]
             read[tokens] = tree_sum(some * q[tokens][..., None], -2)
-            if at + 1 in plan.stored:
-                places, slots = plan.stored[at + 1]
-                cache.state[slots] = state[places]
-        return read
+            for place, slot in plan.stored.get(at + 1, ()):
+                if place in group:
+                    cache.state[slot] = state[place - group.start]
+
+    def workspace(self, num_tokens: int) -> int:
+        """Bytes that a step of so many tokens takes, about: the states with what is made of them, and the columns
+        of tokens several times in float32."""
+        config = self.config
+        states = 3 * min(self._at_once, num_tokens) * math.prod(config.state_shape) if config.has_state else 0
+        of_token = 4 * config.width + 2 * config.num_heads * config.key_dim + 4 * config.inner
+        return 4 * (states + num_tokens * of_token)
 
 
 def convolve(inputs: Tensor, windows: Tensor, weights: RecurrentWeights) -> Tensor:
