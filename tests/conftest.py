@@ -21,9 +21,11 @@ from services.operator.redis_server import socket_path, start_server
 from shared.wire.streams import CELERY_PREFIX
 from tests.deployment import Deployment
 from tests.examples import DEFAULT
-from tests.forge import GATEWAY
+from tests.forge import fork_helpers
 from tests.pairwise import covering
 from tests.waiting import wait_until
+
+fork_helpers()
 
 gc.disable()  # until all is collected: a third of the time of importing torch, transformers and all tests
 
@@ -124,7 +126,7 @@ def demo_of_all(tmp_path_factory: pytest.TempPathFactory, redis_binary: Path | N
     """The demo model behind one replica of each stage, started once: that takes seconds of every core."""
     folder = tmp_path_factory.mktemp("demo")
     with running_redis(folder / "redis", redis_binary) as url:
-        deployment = Deployment(url, folder, programs={"gateway": GATEWAY})
+        deployment = Deployment(url, folder)
         try:
             yield deployment.start_all(dtype="float32")
         finally:
@@ -170,6 +172,6 @@ def leaked_keys(redis_url: str) -> list[str]:
 @pytest.fixture
 def deployment(redis_url: str, tmp_path: Path) -> Iterator[Deployment]:
     """An empty deployment, for a test that starts and stops replicas itself."""
-    deployment = Deployment(redis_url, tmp_path, programs={"gateway": GATEWAY})
+    deployment = Deployment(redis_url, tmp_path)
     yield deployment
     deployment.stop()

@@ -46,7 +46,8 @@ class Deployment:
     redis_url: str
     folder: Path
     environment: dict[str, str] = field(default_factory=dict)
-    programs: dict[str, str] = field(default_factory=dict)  # by stage: a test's own in place of the stage's
+    # by stage: a test's own in place of the stage's. Suites beside pytest give {}
+    programs: dict[str, str] = field(default_factory=lambda: {"gateway": forge.GATEWAY, "tokenizer": forge.TOKENIZER})
     processes: dict[str, forge.ForkedProcess] = field(default_factory=dict)
     ports: dict[str, int] = field(default_factory=dict)
     clients: "list[openai.OpenAI | redis.Redis]" = field(default_factory=list)

@@ -207,7 +207,7 @@ def main() -> int:
 def beside_sentinels(folder: Path, options: argparse.Namespace) -> list[str]:
     with running_sentinels(folder / "redis", None) as servers:
         print(price_of_waiting(servers), flush=True)
-        deployment = Deployment(servers.url, folder, dict(SETTINGS))
+        deployment = Deployment(servers.url, folder, dict(SETTINGS), programs={})
         try:
             deployment.start_all(tokenizers=2, samplers=2, computes=2, gateways=2)
             return asyncio.run(run(SentinelFaults(servers), deployment, options, folder))
@@ -220,7 +220,8 @@ def in_cluster(folder: Path, options: argparse.Namespace) -> list[str]:
     with running_cluster(folder / "redis", None) as cluster:
         further = " ".join(f"{name}={cluster.url(name)}" for name in names[1:])
         deployments = [
-            Deployment(cluster.url(name), folder / name, SETTINGS | {"PENSTOCK_CELL": further}) for name in names
+            Deployment(cluster.url(name), folder / name, SETTINGS | {"PENSTOCK_CELL": further}, programs={})
+            for name in names
         ]
         try:
             for deployment in deployments:

@@ -9,6 +9,7 @@ of its own. What differs from `python -m` is that replicas share the seed of has
 import atexit
 import gc
 import importlib
+import io
 import json
 import os
 import runpy
@@ -25,9 +26,12 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from shared.process import helper
+from shared.process.worker import environment
+
 # The stages of "light" never see torch: the tokenizer makes its import fail.
 KINDS = {"light": ("gateway", "jobs", "sampler", "tokenizer"), "compute": ("compute", "encoder")}
-GATEWAY = "tests.gateway_of_tests"  # of "light", too
+GATEWAY, TOKENIZER = "tests.gateway_of_tests", "tests.tokenizer_of_tests"  # of "light", too
 # What their `main` imports only when its settings are good: torch takes a second of a core. transformers stays out
 # of "compute": it loads triton, whose objects, if they are frozen, complain at the end of every stage.
 LATE = {
@@ -50,12 +54,20 @@ class ForkedProcess:
     """
 
     def __init__(
-        self, connection: socket.socket, module: str, arguments: tuple[str, ...], environment: dict[str, str], log: Path
+        self,
+        connection: socket.socket,
+        module: str,
+        arguments: tuple[str, ...],
+        environment: dict[str, str],
+        log: Path,
+        pipes: tuple[int, ...] = (),
     ) -> None:
+        """pipes: its standard input and output; none: it has no input, and its output goes to the log."""
         self.args = module
         self.returncode: int | None = None
         self._connection = connection
         self._lock = threading.Lock()  # a test may wait in one thread, and look in another
+        socket.send_fds(connection, [b"\n"], pipes)
         connection.sendall(
             json.dumps({"module": module, "arguments": arguments, "environment": environment, "log": str(log)}).encode()
             + b"\n"
@@ -101,9 +113,39 @@ class ForkedProcess:
         self.send_signal(signal.SIGKILL)
 
 
+class ForkedHelper(ForkedProcess):
+    """A helper of a stage, as shared/process/helper.py uses it: in a session of its own."""
+
+    def __init__(self, module: str, *arguments: str) -> None:
+        connection = socket.socket(socket.AF_UNIX)
+        connection.connect(os.environ[VARIABLES["light"]])
+        source, sink = os.pipe(), os.pipe()
+        log = Path(f"/proc/{os.getpid()}/fd/2")
+        super().__init__(connection, module, arguments, environment(), log, (source[0], sink[1]))
+        os.close(source[0])
+        os.close(sink[1])
+        self.stdin, self.stdout = io.FileIO(source[1], "w"), io.FileIO(sink[0])
+
+
+def fork_helpers() -> None:
+    """Let this process' helpers be forks, too, if several test processes share a process that forks: transformers
+    takes one that renders templates 0.4 s of a core."""
+
+    def start_helper(module: str, *arguments: str) -> Any:
+        return (
+            ForkedHelper(module, *arguments)
+            if module.startswith("services.")
+            else start_interpreter(module, *arguments)
+        )
+
+    start_interpreter = helper.start
+    if VARIABLES["light"] in os.environ:
+        helper.start = start_helper
+
+
 def start(module: str, environment: dict[str, str], log: Path, *arguments: str) -> ForkedProcess:
     """Run `module` as `python -m` would, its output appended to `log`."""
-    is_light = module.startswith(("services.operator.", GATEWAY))
+    is_light = module.startswith(("services.operator.", GATEWAY, TOKENIZER))
     is_light |= module.removeprefix("services.") in KINDS["light"]
     kind = "light" if is_light else "compute"
     connection = socket.socket(socket.AF_UNIX)
@@ -157,8 +199,14 @@ def main(kind: str, listener: socket.socket) -> None:
     os.dup2(log, 1)
     os.dup2(log, 2)
     os.close(log)
-    with open(os.devnull) as nothing:
-        os.dup2(nothing.fileno(), 0)
+    if pipes := request["pipes"]:
+        os.setsid()
+        for number, pipe in enumerate(pipes):
+            os.dup2(pipe, number)
+            os.close(pipe)
+    else:
+        with open(os.devnull) as nothing:
+            os.dup2(nothing.fileno(), 0)
     sys.argv = [request["module"], *request["arguments"]]
     sys.modules.pop(f"{request['module']}.__main__", None)  # preloaded: runpy would warn
     runpy.run_module(request["module"], run_name="__main__", alter_sys=True)
@@ -193,7 +241,8 @@ def next_request(listener: socket.socket) -> dict[str, Any]:
             continue
         listener.close()
         with connection:
-            request: dict[str, Any] = json.loads(connection.makefile("rb").readline())
+            _, pipes, _, _ = socket.recv_fds(connection, 1, 2)
+            request: dict[str, Any] = json.loads(connection.makefile("rb").readline()) | {"pipes": pipes}
             if not (pid := os.fork()):
                 return request
             watch_over(pid, connection)

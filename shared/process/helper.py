@@ -23,7 +23,7 @@ class HelperProcess:
 
     def __init__(self, module: str, *arguments: str) -> None:
         """module: one that calls run_worker."""
-        self._command = [sys.executable, "-m", module, *arguments]
+        self._module, self._arguments = module, arguments
         self._process: subprocess.Popen[bytes] | None = None
         self._finalizer: weakref.finalize[..., HelperProcess] | None = None
 
@@ -38,14 +38,7 @@ class HelperProcess:
         """
         if self._process is None or self._process.poll() is not None:
             self.stop()
-            self._process = subprocess.Popen(
-                self._command,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                bufsize=0,
-                env=environment(),
-                start_new_session=True,
-            )
+            self._process = start(self._module, *self._arguments)
             self._finalizer = weakref.finalize(self, end, self._process)
         try:
             outcome, reply = exchange(self._process, question, limit_s, time.monotonic() + timeout_s)
@@ -58,6 +51,17 @@ class HelperProcess:
         if self._finalizer is not None:
             self._finalizer()
         self._process = None
+
+
+def start(module: str, *arguments: str) -> "subprocess.Popen[bytes]":
+    return subprocess.Popen(
+        [sys.executable, "-m", module, *arguments],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        bufsize=0,
+        env=environment(),
+        start_new_session=True,
+    )
 
 
 def exchange(process: "subprocess.Popen[bytes]", question: bytes, limit_s: float, ends_at: float) -> tuple[int, bytes]:

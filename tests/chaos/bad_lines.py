@@ -180,7 +180,7 @@ def main() -> int:
     parser.add_argument("--lines", type=int, default=100_000, help="of each kind (default: %(default)d)")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as name, running_redis((folder := Path(name)) / "redis", None) as url:
-        deployment = Deployment(url, folder)
+        deployment = Deployment(url, folder, programs={})
         try:
             for stage in STAGES:
                 deployment.start(stage, f"{stage}-1", dtype="bfloat16")

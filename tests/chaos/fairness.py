@@ -159,7 +159,7 @@ def main() -> int:
     )
     with tempfile.TemporaryDirectory() as name, running_redis((folder := Path(name)) / "redis", None) as redis_url:
         keys = {tenant: add_key(folder / "keys.json", tenant) for tenant in ("small", "flood")}
-        deployment = Deployment(redis_url, folder)
+        deployment = Deployment(redis_url, folder, programs={})
         try:
             for stage in ("sampler", "tokenizer", "compute", "gateway", "jobs"):
                 deployment.start(stage, f"{stage}-1", keys_file=folder / "keys.json", **settings)

@@ -7,7 +7,6 @@ import pytest
 
 from tests.conftest import running_redis
 from tests.deployment import Deployment
-from tests.forge import GATEWAY
 from tests.gateway.backstage import Backstage
 from tests.waiting import wait_until
 
@@ -35,7 +34,7 @@ def shared_stage(
     """One Redis and two gateways, for tests that leave them as they were."""
     folder = tmp_path_factory.mktemp("gateway")
     with running_redis(folder / "redis", redis_binary) as url:
-        deployment = Deployment(url, folder, programs={"gateway": GATEWAY})
+        deployment = Deployment(url, folder)
         backstage = Backstage(url)
         try:
             start_gateways(deployment, 2)
@@ -52,7 +51,7 @@ def thinking_stage(
     """One Redis and two gateways, before a model that thinks and calls."""
     folder = tmp_path_factory.mktemp("thinking")
     with running_redis(folder / "redis", redis_binary) as url:
-        deployment = Deployment(url, folder, programs={"gateway": GATEWAY})
+        deployment = Deployment(url, folder)
         backstage = Backstage(url, parsers={"tool_calls": "hermes", "reasoning": "qwen3"}, fingerprint="fp_1")
         try:
             start_gateways(deployment, 2, allow_origin="https://chat.example,http://localhost:3000")

@@ -32,7 +32,6 @@ from shared.process.settings import GatewaySettings
 from shared.wire.streams import quota_key, running_key
 from tests.conftest import running_redis
 from tests.deployment import Deployment
-from tests.forge import GATEWAY
 from tests.gateway.backstage import ALIAS, NAME, Backstage
 from tests.gateway.conftest import start_gateways
 from tests.gateway.streams import BODY, streaming
@@ -93,7 +92,7 @@ def site(tmp_path_factory: pytest.TempPathFactory, redis_binary: Path | None) ->
     folder = tmp_path_factory.mktemp("access")
     path = folder / "keys.json"
     with running_redis(folder / "redis", redis_binary) as url:
-        deployment, backstage = Deployment(url, folder, programs={"gateway": GATEWAY}), Backstage(url)
+        deployment, backstage = Deployment(url, folder), Backstage(url)
         try:
             add_key(path, "somebody")
             start_gateways(deployment, 2, keys_file=path, api_key=OWN_KEY)

@@ -18,7 +18,6 @@ from shared.process.settings import GatewaySettings
 from shared.wire.streams import tombstone_key
 from tests.conftest import running_redis
 from tests.deployment import Deployment
-from tests.forge import GATEWAY
 from tests.gateway.backstage import Backstage
 from tests.gateway.conftest import start_gateways
 from tests.gateway.streams import BODY
@@ -36,7 +35,7 @@ def impatient(
     """A gateway with short patience, but for bodies: while one test holds some of them back, it sends another."""
     folder = tmp_path_factory.mktemp("impatient")
     with running_redis(folder / "redis", redis_binary) as url:
-        deployment, backstage = Deployment(url, folder, programs={"gateway": GATEWAY}), Backstage(url)
+        deployment, backstage = Deployment(url, folder), Backstage(url)
         try:
             start_gateways(
                 deployment,

@@ -18,7 +18,7 @@ def running() -> Iterator[Deployment]:
     """The demo model's pipeline, ready, which wants keys."""
     with tempfile.TemporaryDirectory() as name, running_redis((folder := Path(name)) / "redis", None) as url:
         add_key(folder / "keys.json", "first")
-        deployment = Deployment(url, folder)
+        deployment = Deployment(url, folder, programs={})
         try:
             for stage in STAGES:
                 # without guesses, which cost a time that varies

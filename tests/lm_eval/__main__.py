@@ -65,7 +65,7 @@ def main() -> None:
     model = str(Path(options.model).resolve())
     expected = evaluate("hf", {"pretrained": model, "dtype": "float32", "device": "cpu", "max_length": MAX_LENGTH})
     with tempfile.TemporaryDirectory() as folder, running_redis(Path(folder) / "redis", None) as url:
-        deployment = Deployment(url, Path(folder))
+        deployment = Deployment(url, Path(folder), programs={})
         try:
             os.chdir(Path(__file__).parents[2])
             deployment.start_all(dtype="float32", num_threads=0, model=model, served_model_name="evaluated")

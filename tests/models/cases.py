@@ -205,6 +205,8 @@ RAGGED: dict[str, Blueprint] = {
     "glm46v": seeing("glm46v", text("glm4v_text", rope_parameters=HALF_ROPE | {"mrope_section": [1, 1, 2]}), GVIS),
     "muse_glimmer30b": seeing("muse_glimmer", text("muse_glimmer_text", head_dim=16, sliding_window=24),
         SIG | {"layer_types": ["window_attention", "full_attention"]}),
+    "kimi_k25_vl": seeing("kimi_k25", text("deepseek_v3", **MLA, **DSMOE, n_group=1, topk_group=1, first_k_dense_replace=1),
+        {"hidden_size": 32, "num_attention_heads": 2, "num_hidden_layers": 1, "intermediate_size": 64}),
     "mistral_small4_vl": seeing("mistral3", text("mistral4", **MLA, **DSMOE, n_group=1, topk_group=1),
         PIX | {"model_type": "pixtral"}),
     "glm_ocr": seeing("glm_ocr", text("glm_ocr_text", head_dim=16,

@@ -3,6 +3,7 @@ those of `generate`.
 """
 
 import random
+import re
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ from typing import Any
 
 import torch
 import transformers.models.llama.modeling_llama  # noqa: F401  what all models import, once for all processes
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import services.compute.models.transformers_model
@@ -32,6 +34,8 @@ NUM_TOKENS = 20
 # of a logit, whose standard deviation is about 1
 LARGEST_DIFFERENCE = 1e-2
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+# what transformers writes in other names than it reads, and than is published
+WRONGLY_NAMED = {"kimi_k25_vl": (r"^language_model\.model\.blocks", "language_model.model.layers")}
 OWN_VALUES = (
     "a_log",
     "dt_bias",
@@ -96,6 +100,10 @@ def write_checkpoint(name: str, model_class: Any, config: Any, folder: Path) -> 
     model = model_class._from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
     randomize(model)
     model.save_pretrained(folder)
+    if name in WRONGLY_NAMED:
+        weights = folder / "model.safetensors"
+        named = {re.sub(*WRONGLY_NAMED[name], key): value for key, value in load_file(weights).items()}
+        save_file(named, weights, {"format": "pt"})
     for file in TOKENIZER:
         shutil.copy(DEMO_MODEL / file, folder / file)
 

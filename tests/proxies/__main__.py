@@ -459,7 +459,7 @@ def main() -> None:
         sys.exit("penstock: proxy-test needs nginx or caddy, and openssl: apt install nginx caddy openssl")
     with tempfile.TemporaryDirectory() as name, running_redis((folder := Path(name)) / "redis", None) as url:
         keys = {"team": add_key(folder / "keys.json", "team")}
-        deployment = Deployment(url, folder)
+        deployment = Deployment(url, folder, programs={})
         try:
             for stage in STAGES:
                 deployment.start(stage, f"{stage}-1", dtype="float32")

@@ -276,7 +276,7 @@ def main() -> None:
             "redis-server openssl"
         )
     with tempfile.TemporaryDirectory() as name, secure_redis(folder := Path(name)) as port:
-        deployment = Deployment(url_of(folder, port, "operator"), folder)
+        deployment = Deployment(url_of(folder, port, "operator"), folder, programs={})
         deployment.environment["PENSTOCK_SAMPLER_URL"] = url_of(folder, port, "sampler")
         try:
             started = time.monotonic()

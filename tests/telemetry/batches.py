@@ -69,7 +69,7 @@ def run(deployment: Deployment, while_away: Callable[[], None], **headers: str) 
 def follow_batch(redis_url: str, folder: Path) -> None:
     """Print the traces of the batch and of a line, and require that every line's is whole."""
     collector = Collector().start()
-    deployment = Deployment(redis_url, folder, environment=collector.environment)
+    deployment = Deployment(redis_url, folder, environment=collector.environment, programs={})
     trace_id = os.urandom(16).hex()
     try:
         deployment.start_all()

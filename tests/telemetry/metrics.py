@@ -136,7 +136,7 @@ class Client:
 
 
 def scrape(redis_url: str, folder: Path) -> None:
-    deployment = Deployment(redis_url, folder)
+    deployment = Deployment(redis_url, folder, programs={})
     try:
         deployment.start_all(gateways=2, computes=2, kv_cache_memory="4MiB", max_num_seqs=8)
         with scraping(deployment, folder) as prometheus:

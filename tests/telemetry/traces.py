@@ -34,7 +34,7 @@ def kill_its_compute(deployment: Deployment, collector: Collector, trace_id: str
 def follow(redis_url: str, folder: Path) -> None:
     """Print the tree, and require that it is whole."""
     collector = Collector().start()
-    deployment = Deployment(redis_url, folder, environment=collector.environment)
+    deployment = Deployment(redis_url, folder, environment=collector.environment, programs={})
     try:
         deployment.start_all(computes=2, kv_cache_memory="64MiB", max_batched_tokens=128)
         trace_id = os.urandom(16).hex()
