@@ -22,9 +22,10 @@ from services.compute.backends.torch.backend import TorchBackend
 from services.compute.models.architectures import read_config
 from services.compute.models.config import PACKED_METHOD, ModelConfig, Packed
 from services.compute.models.decoder import Decoder, ModelWeights
-from services.compute.models.moe import MoeMlp
+from services.compute.models.moe import MlpBesideMixture, MoeMlp
 from services.compute.weights.loader import (
     CORRECTIONS,
+    FACTORS,
     Loader,
     check_quantizable,
     load_weights,
@@ -138,8 +139,13 @@ def packed_tensors(config: ModelConfig, weights: ModelWeights) -> dict[str, torc
         tensors |= {prefix + name: getattr(layer.norms, field) for field, name in norm_names(config).items()}
         if layer.sinks is not None:
             tensors[prefix + "self_attn.sinks"] = layer.sinks
+        if config.has_layer_scalar:
+            tensors[prefix + "layer_scalar"] = torch.tensor([layer.scalar], dtype=torch.bfloat16)
         if isinstance(layer.mlp, MoeMlp) and layer.mlp.router.correction is not None:
             tensors[prefix + "mlp." + CORRECTIONS[0]] = layer.mlp.router.correction
+        if isinstance(layer.mlp, MlpBesideMixture):
+            assert layer.mlp.mixture.router.factors is not None
+            tensors[prefix + FACTORS] = layer.mlp.mixture.router.factors
         packed |= {prefix + "qkv.": layer.qkv, prefix + "output.": layer.output}
         packed |= {prefix + name: linear for name, linear in layer.mlp.linears.items()}
     for prefix, linear in packed.items():

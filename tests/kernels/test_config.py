@@ -23,7 +23,7 @@ from tests.kernels.mutations import change_one
 def config_of(name: str) -> dict[str, Any]:
     """As config.json would have it."""
     config = CONFIGS[name]
-    kind = {"gemma3": "Gemma3ForCausalLM"}.get(name, type(config).__name__.removesuffix("Config") + "ForCausalLM")
+    kind = type(config).__name__.removesuffix("Config").removesuffix("Text") + "ForCausalLM"
     found: dict[str, Any] = json.loads(json.dumps(config.to_dict() | {"architectures": [kind]}))
     return found
 
@@ -68,6 +68,10 @@ FAMILIES = {name: config_of(name) for name in CONFIGS}
             "wrong type",
         ),
         ("granite", {"embedding_multiplier": "x"}, "embedding_multiplier is 'x'"),
+        ("gemma4", {"num_kv_shared_layers": 1}, "this form of Gemma 4 .* is not supported natively"),
+        ("gemma4", {"per_layer_config": {"1": {"head_dim": 64}}}, "per_layer_config must have the same sizes"),
+        ("gemma4", {"per_layer_config": {"2": {"sliding_window": 8}}}, "sliding_window in per_layer_config"),
+        ("gemma4", {"per_layer_config": {"2": {"head_dim": "x"}}}, "head_dim is 'x'"),
         ("llama2", {"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5 is not supported for LlamaForCausalLM"),
     ],
 )
@@ -93,6 +97,7 @@ REQUIRED = (
     "n_shared_experts",
     "moe_num_experts",
     "moe_k",
+    "hidden_size_per_layer_input",
 )
 
 

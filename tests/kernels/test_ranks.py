@@ -50,7 +50,7 @@ def assert_same(
 
 
 @pytest.mark.sampled(3)
-@pytest.mark.parametrize("family", CONFIGS)
+@pytest.mark.parametrize("family", [name for name in CONFIGS if not name.startswith("gemma4")])
 def test_every_family(family: str, tmp_path: Path) -> None:
     reference_model(family, tmp_path)
     assert_same(tmp_path, (2, 3))

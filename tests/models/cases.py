@@ -111,8 +111,6 @@ NATIVE: dict[str, Blueprint] = {
     "ministral3_vl": seeing("mistral3", text("ministral3", head_dim=32, rope_parameters=MINISTRAL3_ROPE),
         PIX | {"model_type": "pixtral"}),
     "gemma2": text("gemma2", head_dim=16, sliding_window=24, attn_logit_softcapping=5.0, query_pre_attn_scalar=16),
-}
-RAGGED: dict[str, Blueprint] = {
     "gemma4_dense31b": text("gemma4_text", num_hidden_layers=4, head_dim=16, global_head_dim=32,
         num_global_key_value_heads=1, attention_k_eq_v=True, hidden_size_per_layer_input=0, **L4,
         final_logit_softcapping=30.0, rope_parameters=GEMMA4_ROPES),
@@ -121,6 +119,14 @@ RAGGED: dict[str, Blueprint] = {
         num_experts=8, top_k_experts=2, moe_intermediate_size=32, rope_parameters=GEMMA4_ROPES),
     "gemma4_unified12b": text("gemma4_unified_text", head_dim=16, attention_k_eq_v=True, **L4,
         final_logit_softcapping=30.0),
+    "gemma4_vl": seeing("gemma4", text("gemma4_text", **L4, head_dim=16, global_head_dim=32,
+        hidden_size_per_layer_input=0, final_logit_softcapping=30.0), {"hidden_size": 32, "intermediate_size": 48,
+        "num_hidden_layers": 1, "num_attention_heads": 2, "head_dim": 16, "num_key_value_heads": 2, "patch_size": 14,
+        "position_embedding_size": 64}, audio_config=None),
+    "gemma4_unified_vl": seeing("gemma4_unified", text("gemma4_unified_text", head_dim=16, attention_k_eq_v=True, **L4,
+        final_logit_softcapping=30.0), None, audio_config=None),
+}
+RAGGED: dict[str, Blueprint] = {
     "phi4_mm": text("phi4_multimodal", vision_config={"hidden_size": 32, "intermediate_size": 48,
         "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 56, "crop_size": 56, "patch_size": 14},
         audio_config={"hidden_size": 32, "intermediate_size": 48, "num_blocks": 1, "num_attention_heads": 2,
@@ -178,10 +184,6 @@ RAGGED: dict[str, Blueprint] = {
     # else the library makes the row of the padding zero, whatever the file has
     "youtu": text("youtu", **MLA, pad_token_id=None),
     "axk1": text("axk1", **MLA, **DSMOE, n_group=4, topk_group=2),
-    "gemma4_vl": seeing("gemma4", text("gemma4_text", **L4, head_dim=16, global_head_dim=32,
-        hidden_size_per_layer_input=0, final_logit_softcapping=30.0), {"hidden_size": 32, "intermediate_size": 48,
-        "num_hidden_layers": 1, "num_attention_heads": 2, "head_dim": 16, "num_key_value_heads": 2, "patch_size": 14,
-        "position_embedding_size": 64}, audio_config=None),
     "exaone4_5": seeing("exaone4_5", text("exaone4", **L4, head_dim=32), EVIS),
     "gpt2": Blueprint("gpt2", {"vocab_size": 512, "n_embd": 64, "n_head": 4, "n_positions": 512, "eos_token_id": 1,
         "bos_token_id": 1}, "n_layer"),
@@ -192,8 +194,6 @@ RAGGED: dict[str, Blueprint] = {
     "gpt_neox": text("gpt_neox"),
     "opt": text("opt", ffn_dim=112, word_embed_proj_dim=64),
     "glm": text("glm", head_dim=16),
-    "gemma4_unified_vl": seeing("gemma4_unified", text("gemma4_unified_text", head_dim=16, attention_k_eq_v=True, **L4,
-        final_logit_softcapping=30.0), None, audio_config=None),
     "granite4_micro_nope": text("granitemoehybrid", length_name="", num_hidden_layers=4, **MAMBA, layer_types=["attention"] * 4, num_local_experts=0,  # noqa: E501
         num_experts_per_tok=0, shared_intermediate_size=48, position_embedding_type="nope"),
     "llava_onevision": seeing("llava_onevision", text("qwen2"), SIG | {"model_type": "siglip_vision_model"}),
@@ -205,7 +205,8 @@ RAGGED: dict[str, Blueprint] = {
     "glm46v": seeing("glm46v", text("glm4v_text", rope_parameters=HALF_ROPE | {"mrope_section": [1, 1, 2]}), GVIS),
     "muse_glimmer30b": seeing("muse_glimmer", text("muse_glimmer_text", head_dim=16, sliding_window=24),
         SIG | {"layer_types": ["window_attention", "full_attention"]}),
-    "kimi_k25_vl": seeing("kimi_k25", text("deepseek_v3", **MLA, **DSMOE, n_group=1, topk_group=1, first_k_dense_replace=1),
+    "kimi_k25_vl": seeing("kimi_k25", text("deepseek_v3", **MLA, **DSMOE, n_group=1, topk_group=1,
+        first_k_dense_replace=1),
         {"hidden_size": 32, "num_attention_heads": 2, "num_hidden_layers": 1, "intermediate_size": 64}),
     "mistral_small4_vl": seeing("mistral3", text("mistral4", **MLA, **DSMOE, n_group=1, topk_group=1),
         PIX | {"model_type": "pixtral"}),

@@ -21,6 +21,7 @@ from services.compute.cache.kv_cache import (
     choose_num_blocks,
     choose_share,
     free_memory,
+    token_bytes_of,
 )
 from services.compute.cache.kv_tier import KVTier
 from services.compute.execution.model_runner import PROMPT_ROWS, Model, ModelRunner
@@ -167,7 +168,7 @@ def choose_speculators(settings: ComputeSettings, model: Model) -> tuple[str, ..
 
 
 # classes whose GGUF files the library's modules alone read: the native loader knows the published names only
-OF_THE_LIBRARY = frozenset(family.architecture for family in LIBRARY_FAMILIES.values())
+OF_THE_LIBRARY = frozenset(each.architecture for each in LIBRARY_FAMILIES.values() if not each.is_native)
 
 
 def is_native_model(settings: ComputeSettings, files: ModelFiles) -> bool:
@@ -464,10 +465,7 @@ def refuse_segments(model: Model, block_size: int) -> str:
 def longest_that_fits(settings: ComputeSettings, model: Model, limit: int | None) -> int | None:
     """The limit, but for sequences that all free memory could not hold: a file may say any number. On
     a GPU also where there is no limit, for nothing may grow there later."""
-    shape = model.config
-    token_bytes = shape.num_layers * model.backend.kv_token_bytes(
-        shape.num_kv_heads, shape.head_dim, group=choose_group(settings, shape)
-    )
+    token_bytes = token_bytes_of(settings, model.config, model.backend)
     if token_bytes == 0 or (limit is None and model.backend.device.type == "cpu"):
         return limit
     return smallest(limit, max(free_memory(model.backend.device) // token_bytes, 1))

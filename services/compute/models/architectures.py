@@ -7,6 +7,8 @@ from typing import Any
 
 from services.compute.backends.torch.reference import SWIGLU_ALPHA, SWIGLU_LIMIT
 from services.compute.models.config import PACKED_METHOD, ModelConfig, Packed, QueryTemperature
+from services.compute.models.gemma4 import DEFAULTS as GEMMA4
+from services.compute.models.gemma4 import gemma4, is_native_gemma4
 from services.compute.models.library_errors import first_line
 from services.compute.models.mixtures import (
     deepseek_mixture,
@@ -27,6 +29,7 @@ _HEADS = {"head_dim": 128}
 _ERNIE = _EPS | {"rope_theta": 500_000.0, "tie_word_embeddings": True}
 _GEMMA = {"head_dim": 256, "tie_word_embeddings": True}
 _GEMMA3 = _GEMMA | _WINDOW | {"rope_theta": 1_000_000.0}
+_PER_LAYER = {"sliding_window": 512, "hidden_size_per_layer_input": 256}
 _YARN = {"rope_type": "yarn", "factor": 16.0, "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0}
 _MINISTRAL3_ROPE = _YARN | {
     "rope_theta": 1_000_000.0,
@@ -46,6 +49,10 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "Gemma2ForCausalLM": _GEMMA | _WINDOW | {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
     "Gemma3ForCausalLM": _GEMMA3,
     "Gemma3ForConditionalGeneration": _GEMMA3,
+    "Gemma4ForCausalLM": GEMMA4 | _PER_LAYER,
+    "Gemma4ForConditionalGeneration": GEMMA4 | _PER_LAYER,
+    "Gemma4UnifiedForCausalLM": GEMMA4 | {"sliding_window": 1024},
+    "Gemma4UnifiedForConditionalGeneration": GEMMA4 | {"sliding_window": 1024},
     "GemmaForCausalLM": _GEMMA,
     "Glm4MoeForCausalLM": _EPS
     | {"partial_rotary_factor": 0.5, "attention_out_bias": False, "norm_topk_prob": True}
@@ -117,7 +124,8 @@ def read_config(config: Config, max_model_len: int | None = None) -> ModelConfig
     if not isinstance(quantized, dict):
         raise StartupError("config.json: quantization_config is not an object")
     is_packed = quantized.get("quant_method") == PACKED_METHOD
-    if config.get("use_bidirectional_attention") or config.get("is_causal") is False:
+    # Gemma 4's images alone see what comes after them
+    if config.get("use_bidirectional_attention") not in (None, False, "vision") or config.get("is_causal") is False:
         raise StartupError("its attention is not causal: this model embeds text, it does not generate")
     try:
         check_sizes(config)
@@ -384,6 +392,11 @@ def _gemma3(config: Config, max_model_len: int) -> ModelConfig:
     )
 
 
+def _gemma4(config: Config, max_model_len: int) -> ModelConfig:
+    """Gemma 4, and the text part of those that see and hear."""
+    return gemma4(_llama(config, max_model_len), config, max_model_len)
+
+
 def _llava(config: Config, max_model_len: int) -> ModelConfig:
     """The text part of a model that sees: one of other families, as its model_type says."""
     kind = str(config.get("model_type", "llama"))
@@ -398,6 +411,8 @@ def is_native(config: Config) -> bool:
     """Whether an architecture here is the model's. config: a parsed config.json, of a model that sees its
     text's part."""
     reader = ARCHITECTURES.get(architecture_of(config))
+    if reader is _gemma4:
+        return is_native_gemma4(DEFAULTS[architecture_of(config)] | config)
     return reader is not None and (reader is not _llava or config.get("model_type", "llama") in TEXTS)
 
 
@@ -527,6 +542,10 @@ ARCHITECTURES: dict[str, Callable[[Config, int], ModelConfig]] = {
     "Gemma2ForCausalLM": _gemma2,
     "Gemma3ForCausalLM": _gemma3,
     "Gemma3ForConditionalGeneration": _gemma3,
+    "Gemma4ForCausalLM": _gemma4,
+    "Gemma4ForConditionalGeneration": _gemma4,
+    "Gemma4UnifiedForCausalLM": _gemma4,
+    "Gemma4UnifiedForConditionalGeneration": _gemma4,
     "GemmaForCausalLM": _gemma,
     "Glm4MoeForCausalLM": _glm4_moe,
     "GptOssForCausalLM": _gpt_oss,

@@ -7,7 +7,7 @@ from typing import Any
 from services.compute.backends.torch.recurrent import RecurrenceConfig
 from services.compute.models.moe import MoeConfig
 from services.compute.models.rope import Rope
-from services.compute.models.sizes import LARGEST_WINDOW, check_size
+from services.compute.models.sizes import LARGEST, LARGEST_WINDOW, check_size
 
 PACKED_METHOD = "penstock"  # quantization_config's quant_method
 
@@ -42,6 +42,16 @@ class QueryTemperature:
 
 
 @dataclass(frozen=True, slots=True)
+class HeadShape:
+    """The heads of a layer's keys and values."""
+
+    num_kv_heads: int
+    head_dim: int
+    # the projection of keys, before their norm, is also that of values
+    values_are_keys: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class ModelConfig:
     """A decoder of attention and a gated MLP, layer on layer. What has a default here is Llama's
     way; other families set it."""
@@ -63,10 +73,13 @@ class ModelConfig:
     ropes: tuple[Rope, ...]  # that some layer has
     rope_of_layer: tuple[int, ...]
     sliding_windows: tuple[int | None, ...]  # per layer: how many tokens back attention sees
+    full_shape: HeadShape | None = None  # of layers without a window; None: as num_kv_heads and head_dim say
     has_qk_norm: bool = False  # RMSNorm of q and of k
+    has_value_norm: bool = False  # RMSNorm of each head of v, without a weight
     is_qk_norm_joint: bool = False  # over all heads together, not over each
     has_pre_norms: bool = True  # of what goes into attention and MLP
     has_post_norms: bool = False  # of what comes out, before it is added to the residual
+    has_layer_scalar: bool = False  # a number that multiplies what leaves a layer
     norm_offset: float = 0.0  # a norm multiplies by this + its weight
     has_fused_projections: bool = False  # q, k and v are one tensor of the checkpoint, gate and up another
     rotates_neighbours: bool = False  # a head's dimensions 2i and 2i + 1 of the checkpoint; else i and i + half
@@ -90,6 +103,18 @@ class ModelConfig:
         """The layers that have keys and values."""
         return self.num_layers - len(self.recurrent_layers)
 
+    def shape_of(self, layer: int) -> HeadShape:
+        """The heads of a layer's keys and values."""
+        if self.full_shape is not None and self.sliding_windows[layer] is None:
+            return self.full_shape
+        return HeadShape(self.num_kv_heads, self.head_dim)
+
+    @property
+    def kv_heads(self) -> tuple[tuple[int, int], ...]:
+        """The KV heads of each layer that has keys and values, and their dimensions."""
+        shapes = [self.shape_of(layer) for layer in range(self.num_layers) if layer not in self.recurrent_layers]
+        return tuple((shape.num_kv_heads, shape.head_dim) for shape in shapes)
+
     def __post_init__(self) -> None:
         """Raises ValueError for what no model can be."""
         for name in (each.name for each in fields(self) if each.type is float):
@@ -102,13 +127,16 @@ class ModelConfig:
             check_size("sliding_window", window, LARGEST_WINDOW)
         if not all(isinstance(number, int) and 0 <= number < len(self.ropes) for number in set(self.rope_of_layer)):
             raise ValueError("what it says of the layers that rotate (no_rope_layers) is not a 0 or 1 for each")
+        if self.full_shape is not None:
+            check_size("the KV heads of layers without a window", self.full_shape.num_kv_heads, self.num_heads)
+            check_size("the dimensions of heads without a window", self.full_shape.head_dim, LARGEST["head_dim"])
+        widest = max(self.head_dim, self.full_shape.head_dim if self.full_shape is not None else 0)
         for rope in self.ropes:
             if (
-                2 * len(rope.inv_freq) > self.head_dim
+                2 * len(rope.inv_freq) > widest
                 or not bool(rope.inv_freq.isfinite().all())
                 or not math.isfinite(rope.scale)
             ):
                 raise ValueError(
-                    f"its RoPE has frequencies that are not finite, or more than a head of {self.head_dim} dimensions "
-                    "turns by"
+                    f"its RoPE has frequencies that are not finite, or more than a head of {widest} dimensions turns by"
                 )

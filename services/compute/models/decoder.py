@@ -26,7 +26,7 @@ from services.compute.backends.gathered import ELSEWHERE, GatheredHead, own_of
 from services.compute.backends.torch.attention import AttentionInputs, CosSin, Heads
 from services.compute.backends.torch.recurrent import StateLayer, StateRows
 from services.compute.backends.torch.reference import Scores, rms_norm
-from services.compute.models.config import ModelConfig
+from services.compute.models.config import HeadShape, ModelConfig
 from services.compute.ranks.parallel.ranks import Cut
 from services.compute.ranks.parallel.sharded import Receiver, Sender
 from services.compute.ranks.parallel.stage import PipelineStage, Returning
@@ -73,6 +73,22 @@ class ModelWeights:
     lm_head: LogitsProduct  # or ELSEWHERE
 
 
+def heads_of_rope(config: ModelConfig, rope: int) -> Heads:
+    """The heads of the layers that turn by one of the configuration's ropes."""
+    layers = [layer for layer, number in enumerate(config.rope_of_layer) if number == rope]
+    shape = config.shape_of(layers[0]) if layers else HeadShape(config.num_kv_heads, config.head_dim)
+    # a rank without heads plans its steps like one with a head
+    return Heads(
+        config.num_heads or 1,
+        shape.num_kv_heads or 1,
+        shape.head_dim,
+        2 * len(config.ropes[rope].inv_freq),
+        has_gate=config.has_attention_gate,
+        values_are_keys=shape.values_are_keys,
+        has_value_norm=config.has_value_norm,
+    )
+
+
 class Decoder:
     implementation = "native"
     splits_prompts = takes_segments = True
@@ -101,18 +117,13 @@ class Decoder:
         self.stage = stage
         self.shards = shards
         self.inv_freqs = [rope.inv_freq.to(backend.device) for rope in config.ropes]
-        # a rank without heads plans its steps like one with a head
-        heads = Heads(
-            config.num_heads or 1,
-            config.num_kv_heads or 1,
-            config.head_dim,
-            2 * len(config.ropes[0].inv_freq),
-            has_gate=config.has_attention_gate,
-        )
+        heads = [heads_of_rope(config, number) for number in range(len(config.ropes))]
         if cut is not None:
             own, sharing = cut.heads[cut.rank], self.whole.num_heads // self.whole.num_kv_heads
-            heads = replace(heads, per_kv_head=sharing, num_before=own.queries.start - own.kv.start * sharing)
-        self.attention = backend.make_attention(heads, Scores(config.attention_scale, config.attention_cap))
+            before = own.queries.start - own.kv.start * sharing
+            heads = [replace(each, per_kv_head=sharing, num_before=before) for each in heads]
+        scores = Scores(config.attention_scale, config.attention_cap)
+        self.attention = backend.make_attention(heads[0], scores, heads[1:])
         self.recurrence = None if config.recurrence is None else backend.make_recurrence(config.recurrence)
         multiplier = config.embedding_multiplier
         # rounded, as where the models were trained
@@ -270,7 +281,7 @@ class Decoder:
         if layer.qkv is not ELSEWHERE:
             qkv = layer.qkv(x, norm=norms.before_attention, eps=eps)
             if temperatures is not None:  # as good before the rotation as behind it
-                qkv[:, : self.config.num_heads * self.config.head_dim] *= temperatures
+                qkv[:, : self.config.num_heads * self.config.shape_of(number).head_dim] *= temperatures
             if isinstance(cache, StateLayer):
                 assert self.recurrence is not None and layer.recurrent is not None
                 h = self.recurrence(qkv, cache, plan.states, layer.recurrent, eps=eps)
@@ -282,7 +293,8 @@ class Decoder:
             x = layer.output(h, residual=x)
             return layer.mlp(x, norm=norms.before_mlp, eps=eps)
         x = self._add(x, layer.output(h), norms.after_attention)
-        return self._add(x, layer.mlp(x, norm=norms.before_mlp, eps=eps, has_residual=False), norms.after_mlp)
+        h = layer.mlp(x, norm=norms.before_mlp, eps=eps, has_residual=False)
+        return self._add(x, h, norms.after_mlp, layer.scalar)
 
     @torch.inference_mode()
     def logits(self, hidden: Any, rows: Tensor) -> Tensor:
@@ -336,9 +348,9 @@ class Decoder:
         x = self.weights.embedding[input_ids]
         return x if self.config.embedding_multiplier == 1.0 else x * self.embedding_multiplier
 
-    def _add(self, x: Tensor, h: Tensor, norm: Tensor | None) -> Tensor:
+    def _add(self, x: Tensor, h: Tensor, norm: Tensor | None, scale: float = 1.0) -> Tensor:
         return self.backend.row_math.add(
-            x, h, norm=norm, eps=self.config.rms_norm_eps, multiplier=self.config.residual_multiplier
+            x, h, norm=norm, eps=self.config.rms_norm_eps, multiplier=self.config.residual_multiplier, scale=scale
         )
 
     def _finish(self, logits: Tensor) -> Tensor:

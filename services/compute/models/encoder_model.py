@@ -29,8 +29,7 @@ class EncoderConfig:
 
     vocab_size: int
     num_layers: int = 1
-    num_kv_heads: int = 1
-    head_dim: int = 8
+    kv_heads: tuple[tuple[int, int], ...] = ((1, 8),)
 
 
 class EncoderModel:

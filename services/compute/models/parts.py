@@ -26,6 +26,7 @@ class MixtureParts:
     experts: tuple[Expert, ...]
     shared: MlpParts | None  # None: the model has none
     shared_gate: Linear | None  # whole; None: it is added as it is
+    dense: MlpParts | None = None  # of the MLP beside it
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +38,7 @@ class LayerParts:
     output: Linear | None
     mlp: MlpParts | MixtureParts
     sinks: Tensor | None  # of the rank's query heads, float32
+    scalar: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)

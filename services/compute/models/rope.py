@@ -64,6 +64,9 @@ def read_rope(config: dict[str, Any], rotary_dim: int, max_model_len: int, layer
     # dynamic changes nothing up to the model's own length, and the server takes nothing longer
     if kind in ("default", "dynamic"):
         return Rope(inv_freq)
+    if kind == "proportional":  # the frequencies of the whole head, of which a part turns
+        num_turned = int(float(rope.get("partial_rotary_factor", 1.0)) * rotary_dim // 2)
+        return Rope(inv_freq * (torch.arange(len(inv_freq)) < num_turned) / float(rope.get("factor") or 1.0))
     if kind == "linear":
         return Rope(inv_freq / float(rope["factor"]))
     if kind == "llama3":
@@ -73,7 +76,8 @@ def read_rope(config: dict[str, Any], rotary_dim: int, max_model_len: int, layer
     if kind == "longrope":
         return _longrope(inv_freq, rope, config, max_model_len)
     raise StartupError(
-        f"rope scaling {kind!r} is not supported; these are: default, dynamic, linear, llama3, yarn, longrope"
+        f"rope scaling {kind!r} is not supported; these are: default, dynamic, linear, llama3, proportional, yarn, "
+        "longrope"
     )
 
 

@@ -65,6 +65,11 @@ class TransformersConfig:
     num_kv_heads: int  # of the layer that has most
     head_dim: int  # of the widest
 
+    @property
+    def kv_heads(self) -> tuple[tuple[int, int], ...]:
+        """See CacheShape."""
+        return ((self.num_kv_heads, self.head_dim),) * self.num_layers
+
 
 @dataclass(frozen=True, slots=True)
 class Probed:

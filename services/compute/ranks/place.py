@@ -207,6 +207,11 @@ def load_decoder(
     load_weights'. Raises StartupError."""
     if place.is_alone:
         return Decoder(config, load_weights(location, config, backend, **packing), backend)
+    if config.full_shape is not None:
+        raise StartupError(
+            f"{location.name}: its layers have heads of several sizes, which a group of ranks does not divide: run it "
+            "without --tensor-parallel-size, --pipeline-parallel-size and --shard-weights"
+        )
     if place.shards is not None:
         return load_sharded(place.shards, location, config, backend, **packing)
     stage, share = place.stage_of(config), WHOLE if place.ranks is None else place.ranks.share

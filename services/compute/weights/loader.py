@@ -20,7 +20,7 @@ from services.compute.backends.host_memory import give_back_free_memory
 from services.compute.backends.matrix import Dense, Matrix, concatenate
 from services.compute.models.config import IN_EIGHT_BITS, ModelConfig, Packed
 from services.compute.models.decoder import EmbeddingRows, ModelWeights
-from services.compute.models.moe import Expert, MoeConfig, MoeMlp, Router, SharedExpert
+from services.compute.models.moe import Expert, MlpBesideMixture, MoeConfig, MoeMlp, Router, SharedExpert
 from services.compute.models.parts import LayerParts, MixtureParts, MlpParts, ModelParts
 from services.compute.ranks.parallel.heads import heads_of
 from services.compute.ranks.parallel.share import EVERYTHING, Portion, Share
@@ -38,6 +38,8 @@ CORRECTIONS = (
     "e_score_correction_bias",
     "moe_statics.e_score_correction_bias",
 )
+
+FACTORS = "router.per_expert_scale"  # Gemma 4's, in a layer
 
 
 def open_source(location: Path, config: ModelConfig, backend: Backend) -> SafetensorsSource | GgufSource:
@@ -158,14 +160,21 @@ def whole_layer(parts: LayerParts, config: ModelConfig, backend: Backend) -> Lay
     """The layer of a rank that has all of it."""
     assert parts.qkv is not None and parts.output is not None
     if isinstance(parts.mlp, MlpParts):
-        return LayerWeights(parts.norms, parts.qkv, parts.output, backend.make_mlp(*_both(parts.mlp)), parts.sinks)
+        mlp = backend.make_mlp(*_both(parts.mlp))
+        return LayerWeights(parts.norms, parts.qkv, parts.output, mlp, parts.sinks, scalar=parts.scalar)
     shared, moe = None, config.moe
     assert moe is not None
     if parts.mlp.shared is not None:
         shared = SharedExpert(Expert(*_both(parts.mlp.shared)), parts.mlp.shared_gate)
     grouped = backend.group_experts([(each.gate_up, each.down) for each in parts.mlp.experts], moe.num_experts)
     mixture = MoeMlp(backend.row_math, parts.mlp.router, parts.mlp.experts, shared, grouped)
-    return LayerWeights(parts.norms, parts.qkv, parts.output, mixture, parts.sinks)
+    dense = parts.mlp.dense
+    mlp = (
+        mixture
+        if dense is None
+        else MlpBesideMixture(backend.row_math, backend.make_mlp(*_both(dense)), mixture, parts.norms)
+    )
+    return LayerWeights(parts.norms, parts.qkv, parts.output, mlp, parts.sinks, scalar=parts.scalar)
 
 
 def _both(mlp: MlpParts) -> tuple[Linear, Linear]:
@@ -185,6 +194,13 @@ def norm_names(config: ModelConfig) -> dict[str, str]:
         names |= {
             "after_attention": "post_attention_layernorm.weight",
             "after_mlp": "post_feedforward_layernorm.weight",
+        }
+    if config.moe is not None and config.moe.is_beside_mlp:
+        names |= {
+            "after_dense": "post_feedforward_layernorm_1.weight",
+            "before_experts": "pre_feedforward_layernorm_2.weight",
+            "after_experts": "post_feedforward_layernorm_2.weight",
+            "router": "router.scale",
         }
     if config.has_qk_norm:
         names |= {"q": "self_attn.q_norm.weight", "k": "self_attn.k_norm.weight"}
@@ -213,27 +229,28 @@ class Loader:
         return whole_layer(self.parts(number), self.config, self.backend)
 
     def parts(self, number: int) -> LayerParts:
-        config, prefix = self.config, f"model.layers.{number}."
-        hidden, head_dim = config.hidden_size, config.head_dim
-        q_size, kv_size = config.num_heads * head_dim, config.num_kv_heads * head_dim
+        config, prefix, shape = self.config, f"model.layers.{number}.", self.config.shape_of(number)
+        hidden, head_dim = config.hidden_size, shape.head_dim
+        q_size, kv_size = config.num_heads * head_dim, shape.num_kv_heads * head_dim
+        projected = "qk" if shape.values_are_keys else "qkv"
         attention = prefix + "self_attn."
         names = (
             [attention + "qkv_proj."]
             if config.has_fused_projections
-            else [attention + f"{name}_proj." for name in "qkv"]
+            else [attention + f"{name}_proj." for name in projected]
         )
         sizes = {"q": q_size, "k": kv_size} if config.is_qk_norm_joint else {"q": head_dim, "k": head_dim}
         norms = {
             field: self.norm(prefix + name, sizes.get(field, hidden)) for field, name in norm_names(config).items()
         }
         own = heads_of(config, self.share.size, may_repeat=not self.portion.is_sharded)[self.share.rank]
-        heads = [scaled(each, head_dim) for each in (own.queries, own.kv, own.kv)]
+        heads = [scaled(each, head_dim) for each in (own.queries, own.kv, own.kv)][: len(projected)]
         return LayerParts(
             norms=Norms(**norms),
             qkv=self.linear(
                 prefix + "qkv.",
                 names,
-                [(size, hidden) for size in (q_size, kv_size, kv_size)],
+                [(size, hidden) for size in (q_size, kv_size, kv_size)[: len(projected)]],
                 config.has_qkv_bias,
                 parts=heads,
                 num_rotated=2 if config.rotates_neighbours else 0,
@@ -245,12 +262,13 @@ class Loader:
                 config.has_output_bias,
                 self.packing.of_output,
             ),
-            mlp=self.mixture(prefix, config.moe)
+            mlp=self.mixture(prefix, config.moe, norms.get("router"))
             if config.moe is not None and number in config.moe.sparse_layers
             else self.mlp(prefix),
             sinks=self.source.dense(attention + "sinks", (config.num_heads,), [own.queries]).float()
             if config.has_sinks and own.queries
             else None,
+            scalar=float(self.source.dense(prefix + "layer_scalar", (1,))) if config.has_layer_scalar else 1.0,
         )
 
     def mlp(self, prefix: str) -> MlpParts:
@@ -271,20 +289,20 @@ class Loader:
         )
         return MlpParts(gate_up, self.columns(name + "down.", sources[-1], (hidden, inter), has_bias, None))
 
-    def mixture(self, prefix: str, moe: MoeConfig) -> MixtureParts:
-        """Load experts by Mixtral's names, by Qwen's or by gpt-oss'; their experts each a tensor of
-        its own, or all in one, as transformers 5 has them in memory."""
+    def mixture(self, prefix: str, moe: MoeConfig, router_norm: Tensor | None) -> MixtureParts:
+        """Load experts by Mixtral's names, by Qwen's, by gpt-oss' or by Gemma's; their experts each a tensor
+        of its own, or all in one, as transformers 5 has them in memory."""
         hidden = self.config.hidden_size
         block = prefix + ("block_sparse_moe." if self.source.has(prefix + "block_sparse_moe.gate.weight") else "mlp.")
+        name, of_router = prefix + "router.", "router." if moe.has_bias else "gate."
+        if moe.is_beside_mlp:
+            block, of_router, name = prefix, "router.proj.", prefix + "router.proj."
         router = Router(
-            self.whole(
-                prefix + "router.",
-                block + ("router." if moe.has_bias else "gate."),
-                (moe.num_experts, hidden),
-                moe.has_bias,
-            ),
+            self.whole(name, block + of_router, (moe.num_experts, hidden), moe.has_bias),
             moe.router,
             self.correction(block, moe) if moe.router.has_correction else None,
+            router_norm,
+            self.source.dense(prefix + FACTORS, (moe.num_experts,), dtype=torch.float32) if moe.is_beside_mlp else None,
         )
         shared = shared_gate = None
         if moe.shared_intermediate_size:
@@ -298,11 +316,12 @@ class Loader:
         numbers = self.share.part(moe.num_experts, unit=1)
         if moe.has_bias and isinstance(self.source, SafetensorsSource) and self.config.packed is None:
             experts = [self.gpt_oss_expert(block + "experts.", number, moe) for number in numbers]
-        elif self.source.has(block + "experts.gate_up_proj"):
+        elif isinstance(self.source, SafetensorsSource) and self.source.has(block + "experts.gate_up_proj"):
             experts = self.fused_experts(block, moe, numbers)
         else:
             experts = [self.one_expert(prefix, block, number, moe) for number in numbers]
-        return MixtureParts(router, numbers, tuple(experts), shared, shared_gate)
+        dense = self.mlp(prefix) if moe.is_beside_mlp else None
+        return MixtureParts(router, numbers, tuple(experts), shared, shared_gate, dense)
 
     def correction(self, block: str, moe: MoeConfig) -> Tensor:
         """A router's, [experts] float32."""

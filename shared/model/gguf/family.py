@@ -19,6 +19,7 @@ class Family:
     extra: Callable[[GgufHead, str], dict[str, Any]]  # of (head, prefix of the metadata's keys)
     reads: tuple[str, ...] = ()  # keys of NEUTRAL, whatever their values
     has_other_values: bool = False  # keys and values of a head may differ in length
+    is_native: bool = False  # of those in LIBRARY_FAMILIES: our own executor reads its files, too
 
 
 def count_layers(head: GgufHead, prefix: str) -> int:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import Gemma2Config, Gemma3TextConfig, GptOssConfig, Olmo2Config, Qwen2MoeConfig
+from transformers import Gemma2Config, Gemma3TextConfig, Gemma4TextConfig, GptOssConfig, Olmo2Config, Qwen2MoeConfig
 
 from bench.gpu.models import check_model
 from bench.gpu.recordings import check_recordings
@@ -22,6 +22,15 @@ CONFIGS = {
     "gemma2": Gemma2Config(**SIZES, **WINDOWS, attn_logit_softcapping=5.0, final_logit_softcapping=8.0),
     "gemma3": Gemma3TextConfig(
         **SIZES, **WINDOWS, rope_parameters={"full_attention": LINEAR_ROPE, "sliding_attention": LOCAL_ROPE}
+    ),
+    "gemma4": Gemma4TextConfig(
+        **SIZES,
+        sliding_window=12,
+        layer_types=["sliding_attention", "full_attention"],
+        global_head_dim=32,
+        num_global_key_value_heads=1,
+        attention_k_eq_v=True,
+        hidden_size_per_layer_input=0,
     ),
     "gpt-oss": GptOssConfig(**SIZES, sliding_window=12, num_local_experts=3, num_experts_per_tok=2),
     "olmo2": Olmo2Config(**SIZES),

@@ -276,8 +276,7 @@ void penstock_run_layers(Context* context, const Layers* layers) {
       if (each != nullptr) reserve(*context, *each, l.rotation.tokens);
     }
     if (l.layers[number].qkv == nullptr) continue;
-    l.attention.cache = l.layers[number].cache;
-    l.attention.workspace = context->partials.take(context->kernels.attention_workspace(l.attention));
+    l.attention.workspace = context->partials.take(context->kernels.attention_workspace(attention_of(l, l.layers[number])));
   }
 #pragma omp parallel
   run_layers(*context, l);

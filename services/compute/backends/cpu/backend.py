@@ -99,11 +99,11 @@ class CpuBackend:
     def group_experts(self, experts: Sequence[tuple[Linear, Linear]], num_experts: int, first: int = 0) -> None:  # noqa: ARG002
         return None
 
-    def make_attention(self, heads: Heads, scores: Scores | None = None) -> Attention:
+    def make_attention(self, heads: Heads, scores: Scores | None = None, others: Sequence[Heads] = ()) -> Attention:
         return (
-            NativeAttention(self.context, self.buffers, heads, scores)
-            if heads.are_supported
-            else self.torch.make_attention(heads, scores)
+            NativeAttention(self.context, self.buffers, heads, scores, others)
+            if all(each.are_supported for each in (heads, *others))
+            else self.torch.make_attention(heads, scores, others)
         )
 
     def make_recurrence(self, config: RecurrenceConfig) -> TorchRecurrence:
@@ -116,7 +116,7 @@ class CpuBackend:
             isinstance(layer.mlp, NativeMlp | GatheredMlp) and layer.recurrent is None for layer in layers
         ):
             return None
-        return NativeStack(self.context, self.buffers, layers, wiring, cut)
+        return NativeStack(self.context, self.buffers, layers, attention.of_ropes, wiring, cut)
 
     def kv_token_bytes(self, num_kv_heads: int, head_dim: int, *, group: int) -> int:
         return self.torch.kv_token_bytes(num_kv_heads, head_dim, group=group)
@@ -152,5 +152,7 @@ class CpuBackend:
         longest = max(max_model_len, num_tokens)
         inputs = AttentionInputs([num_tokens], [longest], [(0,)], torch.zeros(num_tokens, dtype=torch.int64), ())
         plan = attention.plan(inputs, block_size=longest)
-        plan.attention.cache.num_kv_heads = attention.heads.num_kv_heads
-        self.context.reserve_attention(ctypes.byref(plan.attention))
+        for heads in attention.of_ropes:
+            plan.attention.cache.num_kv_heads = heads.num_kv_heads
+            plan.attention.head_dim, plan.attention.sharing = heads.head_dim, heads.sharing
+            self.context.reserve_attention(ctypes.byref(plan.attention))

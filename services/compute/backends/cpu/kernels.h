@@ -111,7 +111,7 @@ struct Gemm {
   void* workspace;
 };
 
-constexpr int64_t kMaxHeadDim = 256;
+constexpr int64_t kMaxHeadDim = 512;
 
 // One layer's keys and values, or their int8 codes with a float16 scale for each group of
 // dimensions. cache.inc has the layout of a head's part of a block.
@@ -162,8 +162,9 @@ struct Attention {
 
 // Norms and rotates a step's q and k, and writes k and v to the cache.
 struct Rotation {
-  // bf16 [tokens][(num_heads + 2 * num_kv_heads) * head_dim]; q is changed in place
+  // bf16 [tokens][stride], of which the first are q, k and v; q is changed in place
   uint16_t* qkv;
+  int64_t stride;
   const float *cosines, *sines;   // [tokens][rotary_dim / 2]
   // [head_dim], or [heads * head_dim] if the norm is joint; or null
   const uint16_t *q_norm, *k_norm;
@@ -173,13 +174,15 @@ struct Rotation {
   int64_t tokens, num_heads, head_dim;
   int64_t rotary_dim;     // a multiple of 32; dimensions from there on are not rotated
   int64_t is_norm_joint;  // the norm is over all heads of q, and of k, not over each
+  int64_t values_are_keys;  // there is no v: k, before its norm, is also the values
+  int64_t has_value_norm;   // of each head of v, without a weight
 };
 
-// out = x + multiplier * h, of which h is normalized first if there is a norm.
+// out = scale * (x + multiplier * h), of which h is normalized first if there is a norm, and the sum rounded.
 struct Addition {
   const uint16_t *x, *h;        // bf16 [rows][k]; x null: there is nothing to add to
   const uint16_t* norm_weight;  // [k] or null
-  float eps, multiplier;
+  float eps, multiplier, scale;
   int64_t rows, k;
   uint16_t* out;  // bf16 [rows][k]
 };
@@ -233,6 +236,8 @@ struct Layer {
   int64_t window;  // Attention's
   int64_t rope;    // whose cosines and sines
   const float* sinks;  // Attention's
+  int64_t head_dim, sharing, rotary_dim, values_are_keys;  // Attention's and Rotation's
+  float scalar;  // multiplies what leaves the layer
 };
 
 // The results of which each rank of a group has computed some columns.

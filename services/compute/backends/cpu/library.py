@@ -76,11 +76,14 @@ class Rotation(ctypes.Structure):
     """kernels.h's Rotation."""
 
     _fields_ = [
-        *((name, Pointer) for name in ("qkv", "cosines", "sines", "q_norm", "k_norm")),
+        ("qkv", Pointer),
+        ("stride", ctypes.c_int64),
+        *((name, Pointer) for name in ("cosines", "sines", "q_norm", "k_norm")),
         ("eps", ctypes.c_float),
         ("slots", Pointer),
         ("cache", CacheRows),
         *((name, ctypes.c_int64) for name in ("tokens", "num_heads", "head_dim", "rotary_dim", "is_norm_joint")),
+        *((name, ctypes.c_int64) for name in ("values_are_keys", "has_value_norm")),
     ]
 
 
@@ -89,8 +92,7 @@ class Addition(ctypes.Structure):
 
     _fields_ = [
         *((name, Pointer) for name in ("x", "h", "norm_weight")),
-        ("eps", ctypes.c_float),
-        ("multiplier", ctypes.c_float),
+        *((name, ctypes.c_float) for name in ("eps", "multiplier", "scale")),
         *((name, ctypes.c_int64) for name in ("rows", "k")),
         ("out", Pointer),
     ]
@@ -115,6 +117,8 @@ class Layer(ctypes.Structure):
         ("window", ctypes.c_int64),
         ("rope", ctypes.c_int64),
         ("sinks", Pointer),
+        *((name, ctypes.c_int64) for name in ("head_dim", "sharing", "rotary_dim", "values_are_keys")),
+        ("scalar", ctypes.c_float),
     ]
 
 

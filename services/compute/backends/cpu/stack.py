@@ -23,6 +23,7 @@ from services.compute.backends.cpu.library import (
 )
 from services.compute.backends.cpu.linear import NativeLinear, NativeMlp
 from services.compute.backends.gathered import GatheredLinear, GatheredMlp, own_of
+from services.compute.backends.torch.attention import Heads
 from services.compute.ranks.parallel.ranks import Cut
 from services.compute.ranks.parallel.share import UNIT
 
@@ -37,10 +38,11 @@ class NativeStack:
         context: NativeContext,
         buffers: Buffers,
         layers: Sequence[LayerWeights],
+        heads: Sequence[Heads],
         wiring: Wiring,
         cut: Cut | None = None,
     ) -> None:
-        """layers: of one context, with its MLPs."""
+        """layers: of one context, with its MLPs; heads: of the layers of each rope."""
         self.context = context
         self.buffers = buffers
         self.wiring = wiring
@@ -49,8 +51,13 @@ class NativeStack:
         self.layers = (Layer * len(layers))()
         self.caches: Sequence[LayerCache] = ()
         self.hidden_size: int = wiring.hidden_size
+        self.heads = [heads[rope] for rope in wiring.ropes]
+        self.qkv_width = 0  # of the layer with the most
         for each, layer, window, rope in zip(self.layers, layers, wiring.windows, wiring.ropes, strict=True):
-            for name, linear in linears_of(layer).items():
+            linears = linears_of(layer)
+            if (qkv := linears["qkv"]) is not None:
+                self.qkv_width = max(self.qkv_width, qkv.num_outputs)
+            for name, linear in linears.items():
                 if linear is not None:
                     setattr(each, name, ctypes.pointer(linear.struct))
             norms = layer.norms
@@ -68,18 +75,21 @@ class NativeStack:
                 )
             )
             each.window, each.rope, each.sinks = window or 0, rope, pointer(layer.sinks)
+            own = heads[rope]
+            each.head_dim, each.sharing, each.rotary_dim = own.head_dim, own.sharing, own.rotary_dim or own.head_dim
+            each.values_are_keys, each.scalar = own.values_are_keys, layer.scalar
 
     def __call__(self, x: Tensor, caches: Sequence[LayerCache], plan: NativePlan, taps: Taps | None = None) -> Tensor:
         rotation, attention = plan.rotation, plan.attention
         if caches is not self.caches:
-            self._point_to(caches, rotation.head_dim)
+            self._point_to(caches)
         qkv, h = self._take(len(x))
         group = None
         if self.team is not None:
             x = x if h is None else x.clone()  # each rank adds what was gathered to its own
             group = ctypes.pointer(self.team.begin(x if h is None else h, attention))
         rotation.qkv = attention.queries = qkv.data_ptr()
-        rotation.eps, attention.query_stride = self.wiring.eps, qkv.shape[1]
+        rotation.eps = self.wiring.eps
         tables = [
             (Pointer * len(plan.ropes))(*(table.data_ptr() for table in each)) for each in zip(*plan.ropes, strict=True)
         ]
@@ -113,7 +123,6 @@ class NativeStack:
         self._take(num_tokens)
 
     def _take(self, num_tokens: int) -> tuple[Tensor, Tensor | None]:
-        qkv = linears_of(self.weights[0])["qkv"]
         h, shape = None, (num_tokens, self.hidden_size)
         if not self.wiring.adds_in_layers:
             h = (
@@ -121,13 +130,13 @@ class NativeStack:
                 if self.team is None
                 else self.team.ranks.region("h", shape, torch.bfloat16)
             )
-        return self.buffers.take("qkv", (num_tokens, 0 if qkv is None else qkv.num_outputs), torch.bfloat16), h
+        return self.buffers.take("qkv", (num_tokens, self.qkv_width), torch.bfloat16), h
 
-    def _point_to(self, caches: Sequence[LayerCache], head_dim: int) -> None:
-        for each, layer, kv in zip(self.layers, self.weights, caches, strict=True):
+    def _point_to(self, caches: Sequence[LayerCache]) -> None:
+        for each, layer, heads, kv in zip(self.layers, self.weights, self.heads, caches, strict=True):
             assert isinstance(kv, Tensor)
-            each.cache = cache_rows(kv, head_dim)
-            each.norms.is_qk_joint = is_joint(layer.norms.q, head_dim)
+            each.cache = cache_rows(kv, heads.head_dim)
+            each.norms.is_qk_joint = is_joint(layer.norms.q, heads.head_dim)
         self.caches = caches
 
 

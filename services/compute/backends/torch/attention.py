@@ -1,6 +1,7 @@
 """Attention over the paged cache: what it needs to know of a step, and how it is done in plain
 torch."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -9,11 +10,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from services.compute.backends.torch.reference import RANGE, Scores, norm_heads, paged_attention, rotary, write_kv
+from services.compute.backends.torch.reference import (
+    RANGE,
+    Scores,
+    norm_heads,
+    paged_attention,
+    rms_norm,
+    rotary,
+    write_kv,
+)
 
 CosSin = tuple[Tensor, Tensor]  # cos and sin of the step's positions, [T, rotary_dim / 2] float32
 
-MAX_NATIVE_HEAD_DIM, MAX_NATIVE_GROUP = 256, 32
+MAX_NATIVE_HEAD_DIM, MAX_NATIVE_GROUP = 512, 32
 PIECE = 64  # tokens of a sequence that are computed together
 
 
@@ -31,6 +40,14 @@ class Heads:
     num_before: int = 0
     # the results are multiplied by the sigmoid of as many more columns, behind those of v
     has_gate: bool = False
+    # there are no columns of v: those of k, before their norm, are also the values
+    values_are_keys: bool = False
+    has_value_norm: bool = False  # of each head of v, without a weight
+
+    @property
+    def num_projected(self) -> int:
+        """The heads of q, k and v in a row."""
+        return self.num_heads + (1 if self.values_are_keys else 2) * self.num_kv_heads
 
     @property
     def sharing(self) -> int:
@@ -98,9 +115,10 @@ class TorchAttention:
 
     finds_slots = False
 
-    def __init__(self, heads: Heads, scores: Scores | None = None) -> None:
-        """scores: Scores.of(heads.head_dim) if there are none."""
+    def __init__(self, heads: Heads, scores: Scores | None = None, others: Sequence[Heads] = ()) -> None:
+        """scores: Scores.of(heads.head_dim) if there are none; others: see make_attention."""
         self.heads = heads
+        self.of_ropes = (heads, *others)
         self.scores = scores or Scores.of(heads.head_dim)
 
     def plan(self, inputs: AttentionInputs, block_size: int) -> TorchPlan:
@@ -156,15 +174,19 @@ class TorchAttention:
     ) -> Tensor:
         """Normalize and rotate q and k, write K and V, attend.
 
-        qkv: [T, (heads + 2 kv_heads) * head_dim], or with a gate heads * head_dim more, may be
-        overwritten; kv: a layer's cache [2, blocks, kv_heads, block_size, head_dim]; window: how many
-        tokens back each sees; norms: of q and k, where the model has them, [head_dim] for each head,
-        or [heads * head_dim] for all together; rope: which of the plan's; sinks: [heads] float32, see
-        paged_attention. Returns [T, heads * head_dim].
+        qkv: [T, (heads + 2 kv_heads) * head_dim], without v where values are keys, and with a gate heads *
+        head_dim more, may be overwritten; kv: a layer's cache [2, blocks, kv_heads, block_size, head_dim];
+        window: how many tokens back each sees; norms: of q and k, where the model has them, [head_dim] for
+        each head, or [heads * head_dim] for all together; rope: which of the plan's, with its heads; sinks:
+        [heads] float32, see paged_attention. Returns [T, heads * head_dim].
         """
-        heads, inputs = self.heads, plan.inputs
-        sizes = [heads.num_heads, heads.num_kv_heads, heads.num_kv_heads, heads.num_heads * heads.has_gate]
+        heads, inputs = self.of_ropes[rope], plan.inputs
+        num_values = heads.num_projected - heads.num_heads - heads.num_kv_heads
+        sizes = [heads.num_heads, heads.num_kv_heads, num_values, heads.num_heads * heads.has_gate]
         q, k, v, gate = qkv.view(len(qkv), -1, heads.head_dim).split_with_sizes(sizes, dim=1)
+        v = k if heads.values_are_keys else v
+        if heads.has_value_norm:
+            v = rms_norm(v, None, eps)
         if norms[0] is not None and norms[1] is not None:
             q, k = norm_heads(q, norms[0], eps), norm_heads(k, norms[1], eps)
         cos, sin = (each[:, None] for each in inputs.ropes[rope])
@@ -190,5 +212,5 @@ def gate_heads(x: Tensor, gate: Tensor) -> Tensor:
 
 def split_gate(qkv: Tensor, heads: Heads) -> tuple[Tensor, Tensor | None]:
     """q, k and v, [T, (heads + 2 kv_heads) * head_dim], and a gate's columns behind them, if there is one."""
-    size = (heads.num_heads + 2 * heads.num_kv_heads) * heads.head_dim
+    size = heads.num_projected * heads.head_dim
     return (qkv[:, :size].contiguous(), qkv[:, size:]) if heads.has_gate else (qkv, None)

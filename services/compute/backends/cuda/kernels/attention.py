@@ -95,16 +95,18 @@ def rotate_and_write(
     ROTARY_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     GROUP: tl.constexpr,
+    VALUES_ARE_KEYS: tl.constexpr,
+    HAS_VALUE_NORM: tl.constexpr,
     HEADS: tl.constexpr,
     DIM: tl.constexpr,
 ):
-    """A program a token of qkv [T, (heads + 2 kv_heads) * head_dim] and HEADS of its heads: q is
-    normalized and rotated in place, k too on its way into the cache, v only goes there.
+    """A program a token of qkv [T, heads of q, k and v, head_dim] and HEADS of its heads: q is
+    normalized and rotated in place, k too on its way into the cache, v goes there, perhaps normalized.
 
-    Norms [head_dim] may be None. cos, sin: [T, rotary_dim / 2] float32; slots: [T] int64;
-    num_tokens: [1] int32, beyond which rows are padding. GROUP: of an int8 cache; 0: it has qkv's
-    dtype. kv_stride: from keys to values; block_stride: from block to block; both in the cache's
-    elements.
+    VALUES_ARE_KEYS: there is no v, and k, as it comes, is also the values. Norms [head_dim] may be
+    None. cos, sin: [T, rotary_dim / 2] float32; slots: [T] int64; num_tokens: [1] int32, beyond which
+    rows are padding. GROUP: of an int8 cache; 0: it has qkv's dtype. kv_stride: from keys to values;
+    block_stride: from block to block; both in the cache's elements.
     """
     token = tl.program_id(0).to(tl.int64)
     if token < tl.load(num_tokens_ptr):
@@ -112,16 +114,20 @@ def rotate_and_write(
         head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
         at = tl.arange(0, DIM)
         is_in = (head < NUM_HEADS + 2 * NUM_KV_HEADS)[:, None] & (at < HEAD_DIM)[None, :]
-        base = qkv_ptr + token * (NUM_HEADS + 2 * NUM_KV_HEADS) * HEAD_DIM
+        missing: tl.constexpr = NUM_KV_HEADS if VALUES_ARE_KEYS else 0
+        base = qkv_ptr + token * (NUM_HEADS + 2 * NUM_KV_HEADS - missing) * HEAD_DIM
+        is_value = (head >= NUM_HEADS + NUM_KV_HEADS)[:, None]
+        source = tl.where(is_value, head[:, None] - missing, head[:, None]) * HEAD_DIM
         half: tl.constexpr = ROTARY_DIM // 2
         is_first = at < half
         partner_at = tl.where(is_first, at + half, tl.where(at < ROTARY_DIM, at - half, at))
-        x = tl.load(base + head[:, None] * HEAD_DIM + at[None, :], mask=is_in, other=0.0)
-        partner = tl.load(base + head[:, None] * HEAD_DIM + partner_at[None, :], mask=is_in, other=0.0)
+        x = tl.load(base + source + at[None, :], mask=is_in, other=0.0)
+        partner = tl.load(base + source + partner_at[None, :], mask=is_in, other=0.0)
         y, z = widened(x), widened(partner)
-        is_value = (head >= NUM_HEADS + NUM_KV_HEADS)[:, None]
+        inverse_norm = tl.rsqrt(tl.sum(y * y, 1) / HEAD_DIM + eps)
+        if HAS_VALUE_NORM:
+            y = tl.where(is_value, widened(rounded(y * inverse_norm[:, None], x.dtype)), y)
         if q_norm_ptr is not None:
-            inverse_norm = tl.rsqrt(tl.sum(y * y, 1) / HEAD_DIM + eps)
             is_query = (head < NUM_HEADS)[:, None]
             weight = norm_weights(q_norm_ptr, k_norm_ptr, at, is_query, HEAD_DIM)
             partner_weight = norm_weights(q_norm_ptr, k_norm_ptr, partner_at, is_query, HEAD_DIM)
@@ -325,6 +331,7 @@ def attend(
     HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     GROUP: tl.constexpr,
+    PROJECTED: tl.constexpr,
     SHARING: tl.constexpr,
     NUM_BEFORE: tl.constexpr,
     PLACES: tl.constexpr,
@@ -342,12 +349,11 @@ def attend(
     token in the step less its position, its row in the tables, and its first token's position;
     tables: [rows, table_width]; lens: the same, of each block how many of its positions are tokens,
     or None: all; last_seen: [T], the last position that each token sees, or None: its own; all
-    int32. sinks: [heads] float32, or None. SHARING query heads read each KV head; the first NUM_BEFORE
-    of those of the first are elsewhere, and so may be some of the last one's. A tile's rows are its
-    queries times the PLACES (SHARING up to a power of two) of a KV head's query heads. Writes out
-    [T, heads * head_dim], or by query and range parts [parts, heads, max_ranges, head_dim] and stats
-    [parts, heads, max_ranges, 2] of largest score and
-    mass, float32.
+    int32. sinks: [heads] float32, or None. PROJECTED: heads of a row of qkv. SHARING query heads read
+    each KV head; the first NUM_BEFORE of those of the first are elsewhere, and so may be some of the
+    last one's. A tile's rows are its queries times the PLACES (SHARING up to a power of two) of a KV
+    head's query heads. Writes out [T, heads * head_dim], or by query and range parts [parts, heads,
+    max_ranges, head_dim] and stats [parts, heads, max_ranges, 2] of largest score and mass, float32.
     """
     tile, kv_head = tl.program_id(0), tl.program_id(1)
     num_queries = tl.load(tiles_ptr + num_tiles + tile)
@@ -368,7 +374,7 @@ def attend(
             lasts = tl.load(last_seen_ptr + token, mask=is_row, other=-1)
         at = tl.arange(0, DIM)
         is_in = is_row[:, None] & (at < HEAD_DIM)[None, :]
-        width: tl.constexpr = (NUM_HEADS + 2 * NUM_KV_HEADS) * HEAD_DIM
+        width: tl.constexpr = PROJECTED * HEAD_DIM
         q = tl.load(qkv_ptr + (token * width + head * HEAD_DIM)[:, None] + at[None, :], mask=is_in, other=0.0)
         # by the tile's first query; the last sees up to:
         first_seen = tl.maximum(first_token - origin - window + 1, 0)
