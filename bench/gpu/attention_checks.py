@@ -140,7 +140,7 @@ def check_attention(backend: CudaBackend, case: AttentionCase) -> Check:
         q, k, v = prompt.view(len(prompt), -1, dim).tensor_split(
             [heads.num_heads, heads.num_heads + num_kv_heads], dim=1
         )
-        v = k if heads.values_are_keys else v
+        v = k if heads.kv_projections == 1 else v
         if heads.has_value_norm:
             v = rms_norm(v, None, EPS)
         if case.norm:
@@ -266,7 +266,7 @@ def written(prompt: Tensor, heads: Heads, kv_group: int, dtype: torch.dtype) -> 
     return q, k, v
 
 
-WIDE_HEADS = Heads(8, 1, 512, values_are_keys=True, has_value_norm=True)
+WIDE_HEADS = Heads(8, 1, 512, kv_projections=1, has_value_norm=True)
 ATTENTIONS = (
     AttentionCase(Heads(5, 2, 64, per_kv_head=3), (5, 40, 100), (1, 9, 1)),
     AttentionCase(Heads(4, 3, 32, per_kv_head=2, num_before=1), (70, 30), (33, 1), kv_group=8, has_sinks=True),

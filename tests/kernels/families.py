@@ -201,6 +201,17 @@ CONFIGS: dict[str, PretrainedConfig] = {
         top_k_experts=3,
         moe_intermediate_size=40,
     ),
+    "gemma4-per-layer": Gemma4TextConfig(
+        **SIZES | {"num_hidden_layers": 6},
+        head_dim=32,
+        global_head_dim=64,
+        hidden_size_per_layer_input=32,
+        vocab_size_per_layer_input=512,
+        num_kv_shared_layers=3,
+        use_double_wide_mlp=True,
+        sliding_window=24,
+        layer_types=LOCAL_AND_GLOBAL * 2,
+    ),
     "gemma4-unified": Gemma4UnifiedTextConfig(
         **SIZES, head_dim=32, global_head_dim=96, sliding_window=24, layer_types=LOCAL_AND_GLOBAL
     ),

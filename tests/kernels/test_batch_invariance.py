@@ -32,6 +32,8 @@ CASES = [
     ("gemma4", "none", 32),
     ("gemma4", "w8a8", 0),
     ("gemma4-moe", "none", 0),
+    ("gemma4-per-layer", "none", 32),
+    ("gemma4-per-layer", "w8a8", 0),
     ("gemma4-moe", "w4", 32),
     ("olmo2", "none", 32),
     ("olmo2", "w4", 0),

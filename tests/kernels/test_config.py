@@ -68,7 +68,9 @@ FAMILIES = {name: config_of(name) for name in CONFIGS}
             "wrong type",
         ),
         ("granite", {"embedding_multiplier": "x"}, "embedding_multiplier is 'x'"),
-        ("gemma4", {"num_kv_shared_layers": 1}, "this form of Gemma 4 .* is not supported natively"),
+        ("gemma4", {"num_kv_shared_layers": 1}, "num_kv_shared_layers is 1, and no layer before those"),
+        ("gemma4-per-layer", {"num_kv_shared_layers": "x"}, "num_kv_shared_layers is 'x', of 6 layers"),
+        ("gemma4-per-layer", {"vocab_size_per_layer_input": 256}, "vocab_size_per_layer_input 256 is less than"),
         ("gemma4", {"per_layer_config": {"1": {"head_dim": 64}}}, "per_layer_config must have the same sizes"),
         ("gemma4", {"per_layer_config": {"2": {"sliding_window": 8}}}, "sliding_window in per_layer_config"),
         ("gemma4", {"per_layer_config": {"2": {"head_dim": "x"}}}, "head_dim is 'x'"),
@@ -97,7 +99,6 @@ REQUIRED = (
     "n_shared_experts",
     "moe_num_experts",
     "moe_k",
-    "hidden_size_per_layer_input",
 )
 
 

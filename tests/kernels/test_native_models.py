@@ -101,7 +101,9 @@ def test_panels_of_rows_are_what_one_thread_computes(name: str, quantization: st
 
 
 @pytest.mark.sampled(2)
-@pytest.mark.parametrize("name", ["gemma2", "gemma3", "gemma4", "granite", "olmo2", "phi3-longrope", "smollm3"])
+@pytest.mark.parametrize(
+    "name", ["gemma2", "gemma3", "gemma4", "gemma4-per-layer", "granite", "olmo2", "phi3-longrope", "smollm3"]
+)
 def test_a_packed_checkpoint_is_the_same_model(name: str, tmp_path: Path) -> None:
     reference_model(name, tmp_path / "source")
     shutil.copy(DEMO_MODEL / "tokenizer.json", tmp_path / "source")

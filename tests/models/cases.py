@@ -117,6 +117,10 @@ NATIVE: dict[str, Blueprint] = {
     "gemma4_moe26b": text("gemma4_text", head_dim=16, global_head_dim=32, num_global_key_value_heads=1,
         attention_k_eq_v=True, hidden_size_per_layer_input=0, **L4, final_logit_softcapping=30.0, enable_moe_block=True,
         num_experts=8, top_k_experts=2, moe_intermediate_size=32, rope_parameters=GEMMA4_ROPES),
+    "gemma4_e2b": text("gemma4_text", num_hidden_layers=6, head_dim=16, global_head_dim=32,
+        hidden_size_per_layer_input=16, vocab_size_per_layer_input=512, sliding_window=24,
+        layer_types=["sliding_attention", "sliding_attention", "full_attention"] * 2, num_kv_shared_layers=3,
+        use_double_wide_mlp=True, final_logit_softcapping=30.0, rope_parameters=GEMMA4_ROPES),
     "gemma4_unified12b": text("gemma4_unified_text", head_dim=16, attention_k_eq_v=True, **L4,
         final_logit_softcapping=30.0),
     "gemma4_vl": seeing("gemma4", text("gemma4_text", **L4, head_dim=16, global_head_dim=32,
@@ -223,10 +227,6 @@ RAGGED: dict[str, Blueprint] = {
         index_head_dim=16, index_block_size=8, index_topk_blocks=2), SIG),
 }
 ONE_BY_ONE: dict[str, Blueprint] = {
-    "gemma4_e2b": text("gemma4_text", num_hidden_layers=6, head_dim=16, global_head_dim=32,
-        hidden_size_per_layer_input=16, vocab_size_per_layer_input=512, sliding_window=24,
-        layer_types=["sliding_attention", "sliding_attention", "full_attention"] * 2, num_kv_shared_layers=3,
-        use_double_wide_mlp=True, final_logit_softcapping=30.0, rope_parameters=GEMMA4_ROPES),
     "gemma3n": text("gemma3n_text", head_dim=16, sliding_window=24, layer_types=["sliding_attention",
         "sliding_attention", "full_attention", "sliding_attention", "sliding_attention", "full_attention"],
         num_hidden_layers=6, num_kv_shared_layers=3, vocab_size_per_layer_input=512, hidden_size_per_layer_input=8,

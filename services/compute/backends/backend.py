@@ -141,6 +141,15 @@ class Norms:
     before_experts: Tensor | None = None
     after_experts: Tensor | None = None
     router: Tensor | None = None
+    after_per_layer: Tensor | None = None  # of what a token's embedding for this layer adds
+
+
+@dataclass(frozen=True, slots=True)
+class PerLayerProducts:
+    """How a token's embedding for a layer comes into it: behind the MLP, times a gate."""
+
+    gate: Linear  # hidden to the embedding's size
+    projection: Linear  # and back
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,6 +165,7 @@ class LayerWeights:
     sinks: Tensor | None = None  # attention's, [heads] float32
     recurrent: RecurrentWeights | None = None  # None: it is attention's
     scalar: float = 1.0  # multiplies what leaves the layer
+    per_layer: PerLayerProducts | None = None
 
 
 @dataclass(frozen=True, slots=True)

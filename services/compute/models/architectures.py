@@ -8,7 +8,7 @@ from typing import Any
 from services.compute.backends.torch.reference import SWIGLU_ALPHA, SWIGLU_LIMIT
 from services.compute.models.config import PACKED_METHOD, ModelConfig, Packed, QueryTemperature
 from services.compute.models.gemma4 import DEFAULTS as GEMMA4
-from services.compute.models.gemma4 import gemma4, is_native_gemma4
+from services.compute.models.gemma4 import gemma4
 from services.compute.models.library_errors import first_line
 from services.compute.models.mixtures import (
     deepseek_mixture,
@@ -29,7 +29,7 @@ _HEADS = {"head_dim": 128}
 _ERNIE = _EPS | {"rope_theta": 500_000.0, "tie_word_embeddings": True}
 _GEMMA = {"head_dim": 256, "tie_word_embeddings": True}
 _GEMMA3 = _GEMMA | _WINDOW | {"rope_theta": 1_000_000.0}
-_PER_LAYER = {"sliding_window": 512, "hidden_size_per_layer_input": 256}
+_PER_LAYER = {"sliding_window": 512, "hidden_size_per_layer_input": 256, "vocab_size_per_layer_input": 262_144}
 _YARN = {"rope_type": "yarn", "factor": 16.0, "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0}
 _MINISTRAL3_ROPE = _YARN | {
     "rope_theta": 1_000_000.0,
@@ -411,8 +411,6 @@ def is_native(config: Config) -> bool:
     """Whether an architecture here is the model's. config: a parsed config.json, of a model that sees its
     text's part."""
     reader = ARCHITECTURES.get(architecture_of(config))
-    if reader is _gemma4:
-        return is_native_gemma4(DEFAULTS[architecture_of(config)] | config)
     return reader is not None and (reader is not _llava or config.get("model_type", "llama") in TEXTS)
 
 

@@ -1,7 +1,7 @@
 """ModelConfig: what the executor needs of a config.json (architectures.py reads them)."""
 
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from services.compute.backends.torch.recurrent import RecurrenceConfig
@@ -47,8 +47,7 @@ class HeadShape:
 
     num_kv_heads: int
     head_dim: int
-    # the projection of keys, before their norm, is also that of values
-    values_are_keys: bool = False
+    kv_projections: int = 2  # as those of attention's Heads
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +73,11 @@ class ModelConfig:
     rope_of_layer: tuple[int, ...]
     sliding_windows: tuple[int | None, ...]  # per layer: how many tokens back attention sees
     full_shape: HeadShape | None = None  # of layers without a window; None: as num_kv_heads and head_dim say
+    # the last layers have no keys and values: of each the layer whose they read
+    shared_caches: tuple[int, ...] = ()
+    shared_intermediate_size: int | None = None  # of the MLPs of those layers; None: as of others
+    per_layer_size: int = 0  # of a token's embedding for each layer; 0: there is none
+    per_layer_vocab_size: int = 0  # tokens that have one
     has_qk_norm: bool = False  # RMSNorm of q and of k
     has_value_norm: bool = False  # RMSNorm of each head of v, without a weight
     is_qk_norm_joint: bool = False  # over all heads together, not over each
@@ -105,14 +109,25 @@ class ModelConfig:
 
     def shape_of(self, layer: int) -> HeadShape:
         """The heads of a layer's keys and values."""
-        if self.full_shape is not None and self.sliding_windows[layer] is None:
-            return self.full_shape
-        return HeadShape(self.num_kv_heads, self.head_dim)
+        is_full = self.full_shape is not None and self.sliding_windows[layer] is None
+        shape = self.full_shape if is_full else HeadShape(self.num_kv_heads, self.head_dim)
+        assert shape is not None
+        return replace(shape, kv_projections=0) if layer >= self.num_own else shape
+
+    @property
+    def num_own(self) -> int:
+        """The layers before those that read others' keys and values."""
+        return self.num_layers - len(self.shared_caches)
+
+    def intermediate_size_of(self, layer: int) -> int:
+        return (
+            self.intermediate_size if layer < self.num_own else self.shared_intermediate_size or self.intermediate_size
+        )
 
     @property
     def kv_heads(self) -> tuple[tuple[int, int], ...]:
         """The KV heads of each layer that has keys and values, and their dimensions."""
-        shapes = [self.shape_of(layer) for layer in range(self.num_layers) if layer not in self.recurrent_layers]
+        shapes = [self.shape_of(layer) for layer in range(self.num_own) if layer not in self.recurrent_layers]
         return tuple((shape.num_kv_heads, shape.head_dim) for shape in shapes)
 
     def __post_init__(self) -> None:

@@ -17,6 +17,7 @@ from services.compute.backends.backend import (
     LargestStep,
     LayerCache,
     LayerWeights,
+    Linear,
     LogitsProduct,
     Wiring,
     Workspace,
@@ -25,7 +26,7 @@ from services.compute.backends.buffers import Taps
 from services.compute.backends.gathered import ELSEWHERE, GatheredHead, own_of
 from services.compute.backends.torch.attention import AttentionInputs, CosSin, Heads
 from services.compute.backends.torch.recurrent import StateLayer, StateRows
-from services.compute.backends.torch.reference import Scores, rms_norm
+from services.compute.backends.torch.reference import Scores, gated, rms_norm
 from services.compute.models.config import HeadShape, ModelConfig
 from services.compute.ranks.parallel.ranks import Cut
 from services.compute.ranks.parallel.sharded import Receiver, Sender
@@ -66,11 +67,27 @@ class EmbeddingRows(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class PerLayerWeights:
+    """A token's embedding for each layer: a row of a table, and a projection of the token's own."""
+
+    embedding: EmbeddingRows  # [vocab, layers * size]
+    projection: Linear  # of the model's embedding, to layers * size
+    norm: Tensor  # [size], of what is projected
+
+
+@dataclass(frozen=True, slots=True)
 class ModelWeights:
     embedding: EmbeddingRows  # [vocab, hidden]; ELSEWHERE: another rank has it
     layers: list[LayerWeights]
     norm: Tensor  # [hidden]
     lm_head: LogitsProduct  # or ELSEWHERE
+    per_layer: PerLayerWeights | None = None
+
+
+def per_layer_products(layer: LayerWeights) -> dict[str, Linear]:
+    """The products around a layer's embeddings of tokens, by the names that a packed checkpoint has for them."""
+    own = layer.per_layer
+    return {} if own is None else {"per_layer_input_gate.": own.gate, "per_layer_projection.": own.projection}
 
 
 def heads_of_rope(config: ModelConfig, rope: int) -> Heads:
@@ -84,7 +101,7 @@ def heads_of_rope(config: ModelConfig, rope: int) -> Heads:
         shape.head_dim,
         2 * len(config.ropes[rope].inv_freq),
         has_gate=config.has_attention_gate,
-        values_are_keys=shape.values_are_keys,
+        kv_projections=shape.kv_projections,
         has_value_norm=config.has_value_norm,
     )
 
@@ -128,6 +145,7 @@ class Decoder:
         multiplier = config.embedding_multiplier
         # rounded, as where the models were trained
         self.embedding_multiplier = torch.tensor(multiplier, dtype=backend.dtype, device=backend.device)
+        self.per_layer_multiplier = torch.tensor(config.per_layer_size**0.5, dtype=backend.dtype, device=backend.device)
         self.wiring = Wiring(
             config.hidden_size,
             config.rms_norm_eps,
@@ -138,6 +156,7 @@ class Decoder:
         )
         # layers whose parts come one after the other are called one by one
         self.stack = None if shards is not None else backend.stack(weights.layers, self.attention, self.wiring, cut)
+        self._shared: tuple[Sequence[LayerCache], list[LayerCache]] | None = None  # see _with_shared
         self.taps: Taps | None = None  # of the layers that are here
         self.tapped_layers: tuple[int, ...] = ()  # of the whole model
 
@@ -193,7 +212,9 @@ class Decoder:
         """Write the step's K and V, and states. plan: of this batch; caches: a layer's each. Returns
         what the last layer makes of each token, [T, hidden]: `logits` of it is the head's. All that
         differs from step to step is read from the backend's buffers."""
-        x = self.run_layers(self.first_states(batch), plan, caches, self.temperatures(batch))
+        first = self.first_states(batch)
+        per_layer = self.embed_per_layer(batch.input_ids, first)
+        x = self.run_layers(first, plan, caches, self.temperatures(batch), per_layer)
         if self.stage is None:
             return x
         return self.stage.pass_on(
@@ -209,9 +230,16 @@ class Decoder:
         return 1.0 + temperature.weight * torch.log1p(steps)
 
     def run_layers(
-        self, x: Tensor, plan: Any, caches: Sequence[LayerCache], temperatures: Tensor | None = None
+        self,
+        x: Tensor,
+        plan: Any,
+        caches: Sequence[LayerCache],
+        temperatures: Tensor | None = None,
+        per_layer: Tensor | None = None,
     ) -> Tensor:
-        """All layers that are here. x: [T, hidden], as it enters the first; temperatures: of the queries."""
+        """All layers that are here. x: [T, hidden], as it enters the first; temperatures: of the queries;
+        per_layer: of embed_per_layer."""
+        caches = self._with_shared(caches)
         if self.stack is not None and temperatures is None:
             return self.stack(x, caches, plan, self.taps)
         if isinstance(self.shards, Receiver):
@@ -221,10 +249,33 @@ class Decoder:
                 self.shards.await_layer(number)
             if self.taps is not None:
                 self.taps.keep(number, x)
-            x = self.run_layer(number, layer, x, cache, plan, temperatures)
+            own = None if per_layer is None else per_layer[:, number]
+            x = self.run_layer(number, layer, x, cache, plan, temperatures, own)
         if self.taps is not None:
             self.taps.keep(self.config.num_layers, x)
         return x
+
+    def _with_shared(self, caches: Sequence[LayerCache]) -> Sequence[LayerCache]:
+        """A cache for each layer: one object for each object that comes."""
+        if not self.config.shared_caches:
+            return caches
+        if self._shared is None or self._shared[0] is not caches:
+            self._shared = caches, [*caches, *(caches[number] for number in self.config.shared_caches)]
+        return self._shared[1]
+
+    def embed_per_layer(self, input_ids: Tensor, x: Tensor) -> Tensor | None:
+        """The tokens' embeddings for each layer, [T, layers, size]; None: the model has none. x: [T, hidden],
+        the model's own."""
+        weights, size = self.weights.per_layer, self.config.per_layer_size
+        if weights is None:
+            return None
+        found = (weights.embedding[input_ids] * self.per_layer_multiplier).view(-1, size)
+        # a norm of what is divided by sqrt(hidden) is a norm with a larger eps
+        eps = self.config.rms_norm_eps * self.config.hidden_size
+        total = self.backend.row_math.add(
+            found, weights.projection(x).view(-1, size), norm=weights.norm, eps=eps, scale=0.5**0.5
+        )
+        return total.view(len(x), -1, size)
 
     def first_states(self, batch: ForwardBatch) -> Tensor:
         """The input of the first layer that is here, [T, hidden]: rank 0 alone has the embedding."""
@@ -269,8 +320,10 @@ class Decoder:
         cache: LayerCache,
         plan: Any,
         temperatures: Tensor | None = None,
+        per_layer: Tensor | None = None,
     ) -> Tensor:
-        """Run one layer of a step. x: [T, hidden]; temperatures: [T, 1] float32. Returns [T, hidden]."""
+        """Run one layer of a step. x: [T, hidden]; temperatures: [T, 1] float32; per_layer: [T, size], the
+        tokens' embeddings for this layer. Returns [T, hidden]."""
         eps, norms, window, rope = (
             self.config.rms_norm_eps,
             layer.norms,
@@ -294,7 +347,12 @@ class Decoder:
             return layer.mlp(x, norm=norms.before_mlp, eps=eps)
         x = self._add(x, layer.output(h), norms.after_attention)
         h = layer.mlp(x, norm=norms.before_mlp, eps=eps, has_residual=False)
-        return self._add(x, h, norms.after_mlp, layer.scalar)
+        if layer.per_layer is None:
+            return self._add(x, h, norms.after_mlp, layer.scalar)
+        assert per_layer is not None
+        x = self._add(x, h, norms.after_mlp)
+        h = gated(torch.cat([layer.per_layer.gate(x), per_layer], dim=1), self.config.activation)
+        return self._add(x, layer.per_layer.projection(h), norms.after_per_layer, layer.scalar)
 
     @torch.inference_mode()
     def logits(self, hidden: Any, rows: Tensor) -> Tensor:
@@ -327,8 +385,10 @@ class Decoder:
         found = [
             own_of(each)
             for layer in self.weights.layers
-            for each in (layer.qkv, layer.output, *layer.mlp.linears.values())
+            for each in (layer.qkv, layer.output, *layer.mlp.linears.values(), *per_layer_products(layer).values())
         ]
+        if self.weights.per_layer is not None:
+            found.append(self.weights.per_layer.projection)
         linears = [each for each in found if each is not None]
         step = LargestStep(
             linears,

@@ -1,5 +1,4 @@
-"""The reader of Gemma 4's config.json: of the dense forms and of the mixtures. Those with embeddings of each layer
-run on transformers' modules."""
+"""The reader of Gemma 4's config.json."""
 
 import math
 from dataclasses import replace
@@ -9,7 +8,7 @@ from services.compute.backends.backend import RouterConfig
 from services.compute.models.config import HeadShape, ModelConfig
 from services.compute.models.moe import MoeConfig
 from services.compute.models.rope import read_rope
-from services.compute.models.sizes import check_sizes
+from services.compute.models.sizes import LARGEST, check_size, check_sizes
 from shared.process.errors import StartupError
 
 Config = dict[str, Any]  # a parsed config.json
@@ -27,20 +26,10 @@ DEFAULTS: Config = {
 }
 
 
-def is_native_gemma4(config: Config) -> bool:
-    """Whether our own executor has all that the model is made of. config: with the defaults of its class."""
-    return not any(config.get(name) for name in ("hidden_size_per_layer_input", "num_kv_shared_layers"))
-
-
 def gemma4(read: ModelConfig, config: Config, max_model_len: int) -> ModelConfig:
     """read: of the fields that all families have. Layers without a window have heads of another size, and
     perhaps number, whose frequencies are those of all their dimensions, of which the last ones are zero. Raises
     StartupError."""
-    if not is_native_gemma4(config):
-        raise StartupError(
-            "this form of Gemma 4 (embeddings of each layer, or layers that read others' keys) is not supported "
-            "natively: --model-impl transformers"
-        )
     kinds = list(
         config.get("layer_types") or [FULL if (number + 1) % 6 == 0 else SLIDING for number in range(read.num_layers)]
     )
@@ -48,7 +37,16 @@ def gemma4(read: ModelConfig, config: Config, max_model_len: int) -> ModelConfig
         raise StartupError(f"layers of the type {unknown[0]} are not supported; these are: {FULL}, {SLIDING}")
     if kinds:
         kinds[-1] = FULL  # as the class has it, whatever the file says
-    shape = full_shape(config, kinds, read.num_kv_heads)
+    shape, shared = full_shape(config, kinds, read.num_kv_heads), shared_caches(config, kinds)
+    per_layer_size, num_own = config.get("hidden_size_per_layer_input") or 0, len(kinds) - len(shared)
+    if per_layer_size:
+        check_size("hidden_size_per_layer_input", per_layer_size, LARGEST["hidden_size"])
+        check_size("vocab_size_per_layer_input", config["vocab_size_per_layer_input"], LARGEST["vocab_size"])
+        if config["vocab_size_per_layer_input"] < read.vocab_size:
+            raise StartupError(
+                f"config.json: vocab_size_per_layer_input {config['vocab_size_per_layer_input']} is less than "
+                f"vocab_size, {read.vocab_size}: some tokens would have no embedding for the layers"
+            )
     ropes = tuple(
         read_rope(config, head_dim, max_model_len, kind)
         for kind, head_dim in ((SLIDING, read.head_dim), (FULL, shape.head_dim))
@@ -64,8 +62,12 @@ def gemma4(read: ModelConfig, config: Config, max_model_len: int) -> ModelConfig
         logits_cap=config.get("final_logit_softcapping") or 0.0,
         full_shape=shape,
         moe=mixture_of(config) if config.get("enable_moe_block") else None,
-        ropes=ropes,
-        rope_of_layer=tuple(int(kind == FULL) for kind in kinds),
+        ropes=ropes * 2 if shared else ropes,  # for each the heads of a layer, and then of one without keys
+        rope_of_layer=tuple(int(kind == FULL) + 2 * (layer >= num_own) for layer, kind in enumerate(kinds)),
+        shared_caches=shared,
+        shared_intermediate_size=2 * read.intermediate_size if config.get("use_double_wide_mlp") else None,
+        per_layer_size=per_layer_size,
+        per_layer_vocab_size=config["vocab_size_per_layer_input"] if per_layer_size else 0,
         sliding_windows=tuple(config["sliding_window"] if kind == SLIDING else None for kind in kinds),
     )
 
@@ -79,6 +81,20 @@ def mixture_of(config: Config) -> MoeConfig:
         sparse_layers=frozenset(range(config["num_hidden_layers"])),
         is_beside_mlp=True,
     )
+
+
+def shared_caches(config: Config, kinds: list[str]) -> tuple[int, ...]:
+    """For each of the last layers, the last one before them that is of its kind. Raises StartupError."""
+    count = config.get("num_kv_shared_layers") or 0
+    if type(count) is not int or not 0 <= count < len(kinds):
+        raise StartupError(f"config.json: num_kv_shared_layers is {count!r}, of {len(kinds)} layers")
+    last = {kind: layer for layer, kind in enumerate(kinds[: len(kinds) - count])}
+    if missing := [kind for kind in kinds[len(kinds) - count :] if kind not in last]:
+        raise StartupError(
+            f"config.json: num_kv_shared_layers is {count}, and no layer before those has keys that a {missing[0]} "
+            "layer could read"
+        )
+    return tuple(last[kind] for kind in kinds[len(kinds) - count :])
 
 
 def full_shape(config: Config, kinds: list[str], num_kv_heads: int) -> HeadShape:
@@ -100,4 +116,4 @@ def full_shape(config: Config, kinds: list[str], num_kv_heads: int) -> HeadShape
         if unknown := sorted(set(sizes) - {"head_dim", "num_key_value_heads"}):
             raise StartupError(f"config.json: {unknown[0]} in per_layer_config is not supported")
     check_sizes(sizes)
-    return HeadShape(sizes["num_key_value_heads"], sizes["head_dim"], are_keys)
+    return HeadShape(sizes["num_key_value_heads"], sizes["head_dim"], 1 if are_keys else 2)

@@ -4,8 +4,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from services.compute.backends.backend import Linear, Norms
-from services.compute.models.decoder import EmbeddingRows
+from services.compute.backends.backend import Linear, Norms, PerLayerProducts
+from services.compute.models.decoder import EmbeddingRows, PerLayerWeights
 from services.compute.models.moe import Expert, Router
 
 
@@ -39,6 +39,7 @@ class LayerParts:
     mlp: MlpParts | MixtureParts
     sinks: Tensor | None  # of the rank's query heads, float32
     scalar: float = 1.0
+    per_layer: PerLayerProducts | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,3 +50,4 @@ class ModelParts:
     layers: list[LayerParts]  # of the stage
     norm: Tensor  # the last one, whole
     lm_head: Linear | None
+    per_layer: PerLayerWeights | None = None

@@ -15,11 +15,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from services.compute.backends.backend import Backend, LayerWeights, Linear, Norms
+from services.compute.backends.backend import Backend, LayerWeights, Linear, Norms, PerLayerProducts
 from services.compute.backends.host_memory import give_back_free_memory
 from services.compute.backends.matrix import Dense, Matrix, concatenate
 from services.compute.models.config import IN_EIGHT_BITS, ModelConfig, Packed
-from services.compute.models.decoder import EmbeddingRows, ModelWeights
+from services.compute.models.decoder import EmbeddingRows, ModelWeights, PerLayerWeights
 from services.compute.models.moe import Expert, MlpBesideMixture, MoeConfig, MoeMlp, Router, SharedExpert
 from services.compute.models.parts import LayerParts, MixtureParts, MlpParts, ModelParts
 from services.compute.ranks.parallel.heads import heads_of
@@ -40,6 +40,7 @@ CORRECTIONS = (
 )
 
 FACTORS = "router.per_expert_scale"  # Gemma 4's, in a layer
+PER_LAYER_EMBEDDING = "model.embed_tokens_per_layer.weight"
 
 
 def open_source(location: Path, config: ModelConfig, backend: Backend) -> SafetensorsSource | GgufSource:
@@ -101,7 +102,7 @@ def load_weights(
     )
     assert parts.embedding is not None and parts.lm_head is not None
     layers = [whole_layer(each, config, backend) for each in parts.layers]
-    return ModelWeights(embedding=parts.embedding, layers=layers, norm=parts.norm, lm_head=parts.lm_head)
+    return ModelWeights(parts.embedding, layers, parts.norm, parts.lm_head, parts.per_layer)
 
 
 def load_parts(
@@ -146,6 +147,7 @@ def load_parts(
             layers=parts,
             norm=norm,
             lm_head=of_head.head_part(embedding) if portion.has_head else None,
+            per_layer=loader.per_layer_weights() if config.per_layer_size else None,
         )
         # the first rank has a part of everything
         source.report(portion.layers if portion.share.rank == 0 else range(0))
@@ -161,7 +163,9 @@ def whole_layer(parts: LayerParts, config: ModelConfig, backend: Backend) -> Lay
     assert parts.qkv is not None and parts.output is not None
     if isinstance(parts.mlp, MlpParts):
         mlp = backend.make_mlp(*_both(parts.mlp))
-        return LayerWeights(parts.norms, parts.qkv, parts.output, mlp, parts.sinks, scalar=parts.scalar)
+        return LayerWeights(
+            parts.norms, parts.qkv, parts.output, mlp, parts.sinks, scalar=parts.scalar, per_layer=parts.per_layer
+        )
     shared, moe = None, config.moe
     assert moe is not None
     if parts.mlp.shared is not None:
@@ -202,6 +206,8 @@ def norm_names(config: ModelConfig) -> dict[str, str]:
             "after_experts": "post_feedforward_layernorm_2.weight",
             "router": "router.scale",
         }
+    if config.per_layer_size:
+        names["after_per_layer"] = "post_per_layer_input_norm.weight"
     if config.has_qk_norm:
         names |= {"q": "self_attn.q_norm.weight", "k": "self_attn.k_norm.weight"}
     return names
@@ -232,7 +238,7 @@ class Loader:
         config, prefix, shape = self.config, f"model.layers.{number}.", self.config.shape_of(number)
         hidden, head_dim = config.hidden_size, shape.head_dim
         q_size, kv_size = config.num_heads * head_dim, shape.num_kv_heads * head_dim
-        projected = "qk" if shape.values_are_keys else "qkv"
+        projected = "qkv"[: 1 + shape.kv_projections]
         attention = prefix + "self_attn."
         names = (
             [attention + "qkv_proj."]
@@ -241,7 +247,9 @@ class Loader:
         )
         sizes = {"q": q_size, "k": kv_size} if config.is_qk_norm_joint else {"q": head_dim, "k": head_dim}
         norms = {
-            field: self.norm(prefix + name, sizes.get(field, hidden)) for field, name in norm_names(config).items()
+            field: self.norm(prefix + name, sizes.get(field, hidden))
+            for field, name in norm_names(config).items()
+            if field != "k" or shape.kv_projections
         }
         own = heads_of(config, self.share.size, may_repeat=not self.portion.is_sharded)[self.share.rank]
         heads = [scaled(each, head_dim) for each in (own.queries, own.kv, own.kv)][: len(projected)]
@@ -264,21 +272,40 @@ class Loader:
             ),
             mlp=self.mixture(prefix, config.moe, norms.get("router"))
             if config.moe is not None and number in config.moe.sparse_layers
-            else self.mlp(prefix),
+            else self.mlp(prefix, config.intermediate_size_of(number)),
             sinks=self.source.dense(attention + "sinks", (config.num_heads,), [own.queries]).float()
             if config.has_sinks and own.queries
             else None,
             scalar=float(self.source.dense(prefix + "layer_scalar", (1,))) if config.has_layer_scalar else 1.0,
+            per_layer=self.per_layer_products(prefix) if config.per_layer_size else None,
         )
 
-    def mlp(self, prefix: str) -> MlpParts:
+    def per_layer_products(self, prefix: str) -> PerLayerProducts:
+        hidden, size = self.config.hidden_size, self.config.per_layer_size
+        gate, projection = prefix + "per_layer_input_gate.", prefix + "per_layer_projection."
+        return PerLayerProducts(
+            self.whole(gate, gate, (size, hidden), has_bias=False, quantization=None),
+            self.whole(projection, projection, (hidden, size), has_bias=False, quantization=None),
+        )
+
+    def per_layer_weights(self) -> PerLayerWeights:
+        """The table is read by rows, from the file where the device is a CPU: it is half of a small model."""
+        config, name = self.config, "model.per_layer_model_projection."
+        width = config.num_layers * config.per_layer_size
+        return PerLayerWeights(
+            self.source.embedding((config.per_layer_vocab_size, width), PER_LAYER_EMBEDDING),
+            self.whole(name, name, (width, config.hidden_size), has_bias=False, quantization=None),
+            self.norm("model.per_layer_projection_norm.weight", config.per_layer_size),
+        )
+
+    def mlp(self, prefix: str, intermediate_size: int) -> MlpParts:
         names = (
             ["gate_up_proj", "down_proj"]
             if self.config.has_fused_projections
             else ["gate_proj", "up_proj", "down_proj"]
         )
         return self.gated(
-            prefix, [f"{prefix}mlp.{name}." for name in names], self.config.intermediate_size, self.config.has_mlp_bias
+            prefix, [f"{prefix}mlp.{name}." for name in names], intermediate_size, self.config.has_mlp_bias
         )
 
     def gated(self, name: str, sources: list[str], inter: int, has_bias: bool) -> MlpParts:
@@ -320,7 +347,7 @@ class Loader:
             experts = self.fused_experts(block, moe, numbers)
         else:
             experts = [self.one_expert(prefix, block, number, moe) for number in numbers]
-        dense = self.mlp(prefix) if moe.is_beside_mlp else None
+        dense = self.mlp(prefix, self.config.intermediate_size) if moe.is_beside_mlp else None
         return MixtureParts(router, numbers, tuple(experts), shared, shared_gate, dense)
 
     def correction(self, block: str, moe: MoeConfig) -> Tensor:

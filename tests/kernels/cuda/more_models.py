@@ -32,6 +32,14 @@ CONFIGS = {
         attention_k_eq_v=True,
         hidden_size_per_layer_input=0,
     ),
+    "gemma4-per-layer": Gemma4TextConfig(
+        **SIZES,
+        layer_types=["full_attention", "full_attention"],
+        global_head_dim=32,
+        hidden_size_per_layer_input=16,
+        vocab_size_per_layer_input=64,
+        num_kv_shared_layers=1,
+    ),
     "gpt-oss": GptOssConfig(**SIZES, sliding_window=12, num_local_experts=3, num_experts_per_tok=2),
     "olmo2": Olmo2Config(**SIZES),
     "qwen2-moe": Qwen2MoeConfig(

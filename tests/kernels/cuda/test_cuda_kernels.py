@@ -104,7 +104,7 @@ def test_other_gates(activation: str) -> None:
         (BFLOAT16, AttentionCase(Heads(4, 2, 32), (11, 18), (3, 1), kv_group=8, norm="joint", scores=Scores(0.3, 5.0))),
         (BFLOAT16, AttentionCase(Heads(3, 2, 16, per_kv_head=3, num_before=2), (70, 20), (1, 9), has_sinks=True)),
         (BFLOAT16, AttentionCase(Heads(2, 1, 16), (131,), (1,))),
-        (FLOAT32, AttentionCase(Heads(2, 1, 16, values_are_keys=True, has_value_norm=True), (9, 20), (3, 1))),
+        (FLOAT32, AttentionCase(Heads(2, 1, 16, kv_projections=1, has_value_norm=True), (9, 20), (3, 1))),
         (BFLOAT16, AttentionCase(Heads(2, 1, 512, has_value_norm=True), (20,), (3,), kv_group=64, norm="heads")),
         (FLOAT32, AttentionCase(Heads(4, 2, 16), (5, 24), (1, 20))),
         (BFLOAT16, AttentionCase(Heads(4, 1, 16), (30, 80), (17, 3), window=40)),

@@ -116,7 +116,7 @@ class NativeAttention:
         rotation.qkv = attention.queries = qkv.data_ptr()
         rotation.cache = attention.cache = cache_rows(kv, heads.head_dim)
         rotation.head_dim = attention.head_dim = heads.head_dim
-        rotation.rotary_dim, rotation.values_are_keys = heads.rotary_dim or heads.head_dim, heads.values_are_keys
+        rotation.rotary_dim, rotation.kv_projections = heads.rotary_dim or heads.head_dim, heads.kv_projections
         attention.sharing = heads.sharing
         attention.out_stride = heads.num_heads * heads.head_dim
         out = plan.out.view(-1)[: len(qkv) * attention.out_stride].view(len(qkv), -1)

@@ -113,7 +113,8 @@ class CpuBackend:
         self, layers: Sequence[LayerWeights], attention: Attention, wiring: Wiring, cut: Cut | None = None
     ) -> NativeStack | None:
         if not isinstance(attention, NativeAttention) or not all(
-            isinstance(layer.mlp, NativeMlp | GatheredMlp) and layer.recurrent is None for layer in layers
+            isinstance(layer.mlp, NativeMlp | GatheredMlp) and layer.recurrent is None and layer.per_layer is None
+            for layer in layers
         ):
             return None
         return NativeStack(self.context, self.buffers, layers, attention.of_ropes, wiring, cut)

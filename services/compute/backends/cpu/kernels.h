@@ -162,7 +162,7 @@ struct Attention {
 
 // Norms and rotates a step's q and k, and writes k and v to the cache.
 struct Rotation {
-  // bf16 [tokens][stride], of which the first are q, k and v; q is changed in place
+  // bf16 [tokens][stride], of which the first are q, k and v, as far as they are there; q is changed in place
   uint16_t* qkv;
   int64_t stride;
   const float *cosines, *sines;   // [tokens][rotary_dim / 2]
@@ -174,7 +174,7 @@ struct Rotation {
   int64_t tokens, num_heads, head_dim;
   int64_t rotary_dim;     // a multiple of 32; dimensions from there on are not rotated
   int64_t is_norm_joint;  // the norm is over all heads of q, and of k, not over each
-  int64_t values_are_keys;  // there is no v: k, before its norm, is also the values
+  int64_t kv_projections;  // 2: k and v; 1: k, before its norm, is also the values; 0: neither, others have written them
   int64_t has_value_norm;   // of each head of v, without a weight
 };
 
@@ -236,7 +236,7 @@ struct Layer {
   int64_t window;  // Attention's
   int64_t rope;    // whose cosines and sines
   const float* sinks;  // Attention's
-  int64_t head_dim, sharing, rotary_dim, values_are_keys;  // Attention's and Rotation's
+  int64_t head_dim, sharing, rotary_dim, kv_projections;  // Attention's and Rotation's
   float scalar;  // multiplies what leaves the layer
 };
 

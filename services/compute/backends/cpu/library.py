@@ -83,7 +83,7 @@ class Rotation(ctypes.Structure):
         ("slots", Pointer),
         ("cache", CacheRows),
         *((name, ctypes.c_int64) for name in ("tokens", "num_heads", "head_dim", "rotary_dim", "is_norm_joint")),
-        *((name, ctypes.c_int64) for name in ("values_are_keys", "has_value_norm")),
+        *((name, ctypes.c_int64) for name in ("kv_projections", "has_value_norm")),
     ]
 
 
@@ -117,7 +117,7 @@ class Layer(ctypes.Structure):
         ("window", ctypes.c_int64),
         ("rope", ctypes.c_int64),
         ("sinks", Pointer),
-        *((name, ctypes.c_int64) for name in ("head_dim", "sharing", "rotary_dim", "values_are_keys")),
+        *((name, ctypes.c_int64) for name in ("head_dim", "sharing", "rotary_dim", "kv_projections")),
         ("scalar", ctypes.c_float),
     ]
 

@@ -77,7 +77,7 @@ class NativeStack:
             each.window, each.rope, each.sinks = window or 0, rope, pointer(layer.sinks)
             own = heads[rope]
             each.head_dim, each.sharing, each.rotary_dim = own.head_dim, own.sharing, own.rotary_dim or own.head_dim
-            each.values_are_keys, each.scalar = own.values_are_keys, layer.scalar
+            each.kv_projections, each.scalar = own.kv_projections, layer.scalar
 
     def __call__(self, x: Tensor, caches: Sequence[LayerCache], plan: NativePlan, taps: Taps | None = None) -> Tensor:
         rotation, attention = plan.rotation, plan.attention

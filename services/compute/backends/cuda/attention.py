@@ -262,7 +262,7 @@ class CudaAttention:
         scales = kv.view(torch.float16) if shape["GROUP"] else None
         strides = (kv.stride(0), kv.stride(1))
         cos, sin = plan.ropes[rope]
-        num_heads = heads.num_heads + 2 * heads.num_kv_heads
+        num_heads = heads.num_heads + (2 * heads.num_kv_heads if heads.kv_projections else 0)
         tile = min(HEADS, triton.next_power_of_2(num_heads))
         kernels.rotate_and_write[(len(qkv), triton.cdiv(num_heads, tile))](
             qkv,
@@ -273,13 +273,13 @@ class CudaAttention:
             plan.slots,
             plan.num_tokens,
             q_norm,
-            k_norm,
+            q_norm if k_norm is None else k_norm,
             eps,
             *strides,
             **shape,
             NUM_HEADS=heads.num_heads,
             ROTARY_DIM=heads.rotary_dim or heads.head_dim,
-            VALUES_ARE_KEYS=heads.values_are_keys,
+            KV_PROJECTIONS=heads.kv_projections,
             HAS_VALUE_NORM=heads.has_value_norm,
             HEADS=tile,
             DIM=dim,

@@ -176,7 +176,9 @@ class CudaBackend:
         self, layers: Sequence[LayerWeights], attention: Attention, wiring: Wiring, cut: Cut | None = None
     ) -> CudaStack | None:
         assert isinstance(attention, CudaAttention)
-        if cut is not None or not all(layer.mlp.is_recordable and layer.recurrent is None for layer in layers):
+        if cut is not None or not all(
+            layer.mlp.is_recordable and layer.recurrent is None and layer.per_layer is None for layer in layers
+        ):
             return None
         return CudaStack(self.buffers, self.row_math, layers, attention, wiring, self.make_recorder)
 

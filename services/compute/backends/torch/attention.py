@@ -40,14 +40,15 @@ class Heads:
     num_before: int = 0
     # the results are multiplied by the sigmoid of as many more columns, behind those of v
     has_gate: bool = False
-    # there are no columns of v: those of k, before their norm, are also the values
-    values_are_keys: bool = False
+    # 2: there are columns of k and of v; 1: of k alone, which before their norm are also the values; 0: of neither,
+    # and the cache has them already
+    kv_projections: int = 2
     has_value_norm: bool = False  # of each head of v, without a weight
 
     @property
     def num_projected(self) -> int:
         """The heads of q, k and v in a row."""
-        return self.num_heads + (1 if self.values_are_keys else 2) * self.num_kv_heads
+        return self.num_heads + self.kv_projections * self.num_kv_heads
 
     @property
     def sharing(self) -> int:
@@ -174,24 +175,24 @@ class TorchAttention:
     ) -> Tensor:
         """Normalize and rotate q and k, write K and V, attend.
 
-        qkv: [T, (heads + 2 kv_heads) * head_dim], without v where values are keys, and with a gate heads *
-        head_dim more, may be overwritten; kv: a layer's cache [2, blocks, kv_heads, block_size, head_dim];
+        qkv: [T, (heads + kv_projections * kv_heads) * head_dim], with a gate heads * head_dim more, may be
+        overwritten; kv: a layer's cache [2, blocks, kv_heads, block_size, head_dim];
         window: how many tokens back each sees; norms: of q and k, where the model has them, [head_dim] for
         each head, or [heads * head_dim] for all together; rope: which of the plan's, with its heads; sinks:
         [heads] float32, see paged_attention. Returns [T, heads * head_dim].
         """
         heads, inputs = self.of_ropes[rope], plan.inputs
-        num_values = heads.num_projected - heads.num_heads - heads.num_kv_heads
-        sizes = [heads.num_heads, heads.num_kv_heads, num_values, heads.num_heads * heads.has_gate]
+        num_keys = heads.num_kv_heads * (heads.kv_projections > 0)
+        num_values = heads.num_kv_heads * (heads.kv_projections > 1)
+        sizes = [heads.num_heads, num_keys, num_values, heads.num_heads * heads.has_gate]
         q, k, v, gate = qkv.view(len(qkv), -1, heads.head_dim).split_with_sizes(sizes, dim=1)
-        v = k if heads.values_are_keys else v
-        if heads.has_value_norm:
-            v = rms_norm(v, None, eps)
-        if norms[0] is not None and norms[1] is not None:
-            q, k = norm_heads(q, norms[0], eps), norm_heads(k, norms[1], eps)
         cos, sin = (each[:, None] for each in inputs.ropes[rope])
-        q, k = rotary(q, cos, sin), rotary(k, cos, sin)
-        write_kv(kv, k, v, inputs.slot_mapping)
+        if heads.kv_projections:
+            v = v if heads.kv_projections > 1 else k
+            k = k if norms[1] is None else norm_heads(k, norms[1], eps)
+            v = rms_norm(v, None, eps) if heads.has_value_norm else v
+            write_kv(kv, rotary(k, cos, sin), v, inputs.slot_mapping)
+        q = rotary(q if norms[0] is None else norm_heads(q, norms[0], eps), cos, sin)
         # zeros in the places of query heads that are elsewhere
         missing = heads.num_before, heads.num_kv_heads * heads.sharing - heads.num_before - heads.num_heads
         q, sinks = F.pad(q, (0, 0, *missing)), None if sinks is None else F.pad(sinks, missing)

@@ -95,7 +95,7 @@ def rotate_and_write(
     ROTARY_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     GROUP: tl.constexpr,
-    VALUES_ARE_KEYS: tl.constexpr,
+    KV_PROJECTIONS: tl.constexpr,
     HAS_VALUE_NORM: tl.constexpr,
     HEADS: tl.constexpr,
     DIM: tl.constexpr,
@@ -103,19 +103,21 @@ def rotate_and_write(
     """A program a token of qkv [T, heads of q, k and v, head_dim] and HEADS of its heads: q is
     normalized and rotated in place, k too on its way into the cache, v goes there, perhaps normalized.
 
-    VALUES_ARE_KEYS: there is no v, and k, as it comes, is also the values. Norms [head_dim] may be
-    None. cos, sin: [T, rotary_dim / 2] float32; slots: [T] int64; num_tokens: [1] int32, beyond which
-    rows are padding. GROUP: of an int8 cache; 0: it has qkv's dtype. kv_stride: from keys to values;
-    block_stride: from block to block; both in the cache's elements.
+    KV_PROJECTIONS: 2; 1: there is no v, and k, as it comes, is also the values; 0: there is no k either,
+    and nothing goes into the cache. Norms [head_dim] may be None. cos, sin: [T, rotary_dim / 2] float32;
+    slots: [T] int64; num_tokens: [1] int32, beyond which rows are padding. GROUP: of an int8 cache; 0:
+    it has qkv's dtype. kv_stride: from keys to values; block_stride: from block to block; both in the
+    cache's elements.
     """
     token = tl.program_id(0).to(tl.int64)
     if token < tl.load(num_tokens_ptr):
         slot = tl.load(slots_ptr + token)
         head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
         at = tl.arange(0, DIM)
-        is_in = (head < NUM_HEADS + 2 * NUM_KV_HEADS)[:, None] & (at < HEAD_DIM)[None, :]
-        missing: tl.constexpr = NUM_KV_HEADS if VALUES_ARE_KEYS else 0
-        base = qkv_ptr + token * (NUM_HEADS + 2 * NUM_KV_HEADS - missing) * HEAD_DIM
+        num_heads: tl.constexpr = NUM_HEADS + (2 * NUM_KV_HEADS if KV_PROJECTIONS > 0 else 0)
+        is_in = (head < num_heads)[:, None] & (at < HEAD_DIM)[None, :]
+        missing: tl.constexpr = NUM_KV_HEADS if KV_PROJECTIONS == 1 else 0
+        base = qkv_ptr + token * (num_heads - missing) * HEAD_DIM
         is_value = (head >= NUM_HEADS + NUM_KV_HEADS)[:, None]
         source = tl.where(is_value, head[:, None] - missing, head[:, None]) * HEAD_DIM
         half: tl.constexpr = ROTARY_DIM // 2
@@ -158,9 +160,7 @@ def rotate_and_write(
             tl.store(
                 kv_scales_ptr + first[:, None] + group[None, :],
                 scales,
-                mask=(head >= NUM_HEADS)[:, None]
-                & (head < NUM_HEADS + 2 * NUM_KV_HEADS)[:, None]
-                & (group < num_groups)[None, :],
+                mask=(head >= NUM_HEADS)[:, None] & (head < num_heads)[:, None] & (group < num_groups)[None, :],
             )
 
 
