@@ -31,7 +31,7 @@ from services.compute.backends.torch.linear import TorchMlp
 from services.compute.backends.torch.reference import quantize_rows
 from services.compute.models.architectures import read_config
 from services.compute.models.config import Packed
-from services.compute.models.decoder import Decoder, ModelWeights
+from services.compute.models.decoder import Decoder
 from services.compute.weights.loader import load_weights, open_source
 from services.modeltools.calibration.calibrate import fast_products, observe
 from services.modeltools.calibration.perplexity import next_token_logs
@@ -157,9 +157,7 @@ def observed_layers(files: ModelFiles, windows: torch.Tensor) -> dict[str, list[
             kind.append(part)
         layers.append(replace(layer, qkv=parts[0], output=parts[1], mlp=TorchMlp(*parts[2:])))
     head = observe(weights.lm_head, windows.numel())
-    model = Decoder(
-        config, ModelWeights(embedding=weights.embedding, layers=layers, norm=weights.norm, lm_head=head), backend
-    )
+    model = Decoder(config, replace(weights, layers=layers, lm_head=head), backend)
     for _ in next_token_logs(model, windows):
         pass
     return by_kind | {"LM head": [head]}

@@ -13,7 +13,7 @@ from services.compute.backends.backend import Backend
 from services.compute.backends.cuda.attention import RANGE, SPLITS
 from services.compute.backends.cuda.backend import CudaBackend
 from services.compute.backends.torch.attention import AttentionInputs, Heads
-from services.compute.backends.torch.reference import Scores, kv_row_size, norm_heads, read_kv, rotary
+from services.compute.backends.torch.reference import Scores, kv_row_size, norm_heads, read_kv, rms_norm, rotary
 from services.compute.backends.torch.reference import write_kv as write_reference
 
 
@@ -82,7 +82,7 @@ def check_attention(backend: CudaBackend, case: AttentionCase) -> Check:
     counts = [-(-context // BLOCK_SIZE) for context in case.contexts]
     blocks = torch.randperm(sum(counts), generator=torch.Generator().manual_seed(5)).tolist()
     tables = [tuple(blocks.pop() for _ in range(count)) for count in counts]
-    width = (heads.num_heads + 2 * num_kv_heads) * dim
+    width = heads.num_projected * dim
     prompts = [randn(context, width, seed=10 + number).to(dtype) for number, context in enumerate(case.contexts)]
     norms = [
         (1 + randn(dim * (count if case.norm == "joint" else 1), seed=count, scale=0.1)).to(dtype)
@@ -137,9 +137,12 @@ def check_attention(backend: CudaBackend, case: AttentionCase) -> Check:
     for number, prompt in enumerate(prompts):
         parts = [begun[number], ended[number]] if number in begun else [ended[number]]
         is_same &= torch.equal(torch.cat(parts), whole[number])
-        q, k, v = prompt.view(len(prompt), -1, dim).split_with_sizes(
-            [heads.num_heads, num_kv_heads, num_kv_heads], dim=1
+        q, k, v = prompt.view(len(prompt), -1, dim).tensor_split(
+            [heads.num_heads, heads.num_heads + num_kv_heads], dim=1
         )
+        v = k if heads.kv_projections == 1 else v
+        if heads.has_value_norm:
+            v = rms_norm(v, None, EPS)
         of_heads = norms if case.norm else [None, None]
         if not heads.norms_after_rotation:
             q, k = norm_heads(q, of_heads[0], EPS), norm_heads(k, of_heads[1], EPS)
@@ -266,6 +269,7 @@ def written(prompt: Tensor, heads: Heads, kv_group: int, dtype: torch.dtype) -> 
     return q, k, v
 
 
+WIDE_HEADS = Heads(8, 1, 512, kv_projections=1, has_value_norm=True)
 ATTENTIONS = (
     AttentionCase(Heads(5, 2, 64, per_kv_head=3), (5, 40, 100), (1, 9, 1)),
     AttentionCase(Heads(4, 3, 32, per_kv_head=2, num_before=1), (70, 30), (33, 1), kv_group=8, has_sinks=True),
@@ -279,6 +283,8 @@ ATTENTIONS = (
     AttentionCase(Heads(2, 2, 256), (90,), (1,), norm="heads", scores=Scores(0.1, 50.0)),
     AttentionCase(Heads(4, 2, 64, norms_after_rotation=True), (70, 30), (33, 1), kv_group=8, norm="heads"),
     AttentionCase(Heads(4, 2, 32), tuple(5 + 3 * number for number in range(11)), (1,) * 11),
+    AttentionCase(WIDE_HEADS, (70, 30), (33, 1), norm="heads"),
+    AttentionCase(WIDE_HEADS, (70, 30), (33, 1), kv_group=64, norm="heads"),
 )
 ATTENTIONS_ON_DEVICE = (
     AttentionCase(Heads(8, 2, 128), (2 * RANGE + 100, 50), (1, 1)),

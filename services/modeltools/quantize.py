@@ -21,16 +21,19 @@ from services.compute.backends.host_memory import give_back_free_memory
 from services.compute.backends.torch.backend import TorchBackend
 from services.compute.models.architectures import read_config
 from services.compute.models.config import PACKED_METHOD, ModelConfig, Packed
-from services.compute.models.decoder import Decoder, ModelWeights
-from services.compute.models.moe import MoeMlp
+from services.compute.models.decoder import Decoder, ModelWeights, per_layer_products
+from services.compute.models.moe import MlpBesideMixture, MoeMlp
 from services.compute.weights.loader import (
     CORRECTIONS,
+    FACTORS,
+    PER_LAYER_EMBEDDING,
     Loader,
     check_quantizable,
     load_weights,
     norm_names,
     open_source,
 )
+from services.compute.weights.safetensors_source import StoredRows
 from services.compute.weights.source import EMBEDDING
 from services.modeltools.calibration.calibrate import calibrate
 from services.modeltools.calibration.perplexity import perplexity
@@ -78,6 +81,11 @@ def quantize(
         raise StartupError(f"--calibrate: {files.weights} is a mixture of experts; calibration knows dense MLPs only")
     if config.recurrence is not None and calibration is not None:
         raise StartupError(f"--calibrate: {files.weights} has recurrent layers; calibration knows attention only")
+    if config.per_layer_size and calibration is not None:
+        raise StartupError(
+            f"--calibrate: {files.weights} has embeddings of each layer, whose products calibration does not know: "
+            "quantize it without --calibrate"
+        )
     windows = None if calibration is None else read_windows(calibration, files, tokens)
     source = open_source(files.weights, config, backend if windows is None else TorchBackend(torch.float32, CPU))
     source.close()
@@ -135,6 +143,11 @@ def packed_tensors(config: ModelConfig, weights: ModelWeights) -> dict[str, torc
     assert isinstance(weights.embedding, torch.Tensor)  # what is quantized was dense
     tensors = {EMBEDDING: weights.embedding, "model.norm.weight": weights.norm}
     packed: dict[str, Product | LogitsProduct] = {"lm_head.": weights.lm_head}
+    if weights.per_layer is not None:
+        assert isinstance(weights.per_layer.embedding, StoredRows)
+        tensors[PER_LAYER_EMBEDDING] = weights.per_layer.embedding.tensor.to(torch.bfloat16)
+        tensors["model.per_layer_projection_norm.weight"] = weights.per_layer.norm
+        packed["model.per_layer_model_projection."] = weights.per_layer.projection
     for number, layer in enumerate(weights.layers):
         prefix = f"model.layers.{number}."
         tensors |= {prefix + name: getattr(layer.norms, field) for field, name in norm_names(config, number).items()}
@@ -146,10 +159,16 @@ def packed_tensors(config: ModelConfig, weights: ModelWeights) -> dict[str, torc
             }
         if layer.sinks is not None:
             tensors[prefix + "self_attn.sinks"] = layer.sinks
+        if config.has_layer_scalar:
+            tensors[prefix + "layer_scalar"] = torch.tensor([layer.scalar], dtype=torch.bfloat16)
         if isinstance(layer.mlp, MoeMlp) and layer.mlp.router.correction is not None:
             tensors[prefix + "mlp." + CORRECTIONS[0]] = layer.mlp.router.correction
+        if isinstance(layer.mlp, MlpBesideMixture):
+            assert layer.mlp.mixture.router.factors is not None
+            tensors[prefix + FACTORS] = layer.mlp.mixture.router.factors
         packed |= {prefix + "qkv.": layer.qkv, prefix + "output.": layer.output}
         packed |= {prefix + name: linear for name, linear in layer.mlp.linears.items()}
+        packed |= {prefix + name: linear for name, linear in per_layer_products(layer).items()}
     for prefix, linear in packed.items():
         assert isinstance(linear, NativeLinear)
         tensors |= {prefix + name: part for name, part in linear.parts.items()}

@@ -17,6 +17,8 @@ from transformers import (
     ExaoneMoeConfig,
     Gemma2Config,
     Gemma3TextConfig,
+    Gemma4TextConfig,
+    Gemma4UnifiedTextConfig,
     GemmaConfig,
     Glm4MoeConfig,
     GptOssConfig,
@@ -248,6 +250,43 @@ CONFIGS: dict[str, PretrainedConfig] = {
         layer_types=LOCAL_AND_GLOBAL,
         rope_parameters={"full_attention": LINEAR_ROPE, "sliding_attention": LOCAL_ROPE},
     ),
+    "gemma4": Gemma4TextConfig(
+        **SIZES,
+        head_dim=32,
+        global_head_dim=64,
+        num_global_key_value_heads=1,
+        attention_k_eq_v=True,
+        hidden_size_per_layer_input=0,
+        sliding_window=24,
+        layer_types=LOCAL_AND_GLOBAL,
+        final_logit_softcapping=8.0,
+    ),
+    "gemma4-moe": Gemma4TextConfig(
+        **SIZES,
+        head_dim=32,
+        global_head_dim=64,
+        hidden_size_per_layer_input=0,
+        sliding_window=24,
+        layer_types=LOCAL_AND_GLOBAL,
+        enable_moe_block=True,
+        num_experts=8,
+        top_k_experts=3,
+        moe_intermediate_size=40,
+    ),
+    "gemma4-per-layer": Gemma4TextConfig(
+        **SIZES | {"num_hidden_layers": 6},
+        head_dim=32,
+        global_head_dim=64,
+        hidden_size_per_layer_input=32,
+        vocab_size_per_layer_input=512,
+        num_kv_shared_layers=3,
+        use_double_wide_mlp=True,
+        sliding_window=24,
+        layer_types=LOCAL_AND_GLOBAL * 2,
+    ),
+    "gemma4-unified": Gemma4UnifiedTextConfig(
+        **SIZES, head_dim=32, global_head_dim=96, sliding_window=24, layer_types=LOCAL_AND_GLOBAL
+    ),
     "granite": GraniteConfig(
         **SIZES,
         head_dim=32,
@@ -293,12 +332,15 @@ def reference_model(
         parameter,
     ) in model.named_parameters():  # spread out: with the usual 0.02 all logits are nearly equal
         if "norm" in parameter_name:
-            torch.nn.init.normal_(parameter, mean=0.0 if name.startswith("gemma") else 1.0, std=0.1)
+            is_shifted = name in ("gemma", "gemma2", "gemma3")
+            torch.nn.init.normal_(parameter, mean=0.0 if is_shifted else 1.0, std=0.1)
         else:
             torch.nn.init.normal_(parameter, std=0.12)
     for buffer_name, buffer in model.named_buffers():
         if buffer_name.endswith(("e_score_correction_bias", "expert_bias")):
             torch.nn.init.normal_(buffer, std=0.2)
+        if buffer_name.endswith("layer_scalar"):
+            torch.nn.init.uniform_(buffer, 0.5, 1.5)
     model.save_pretrained(folder, max_shard_size=shard)
     return model.eval()
 

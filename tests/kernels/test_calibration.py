@@ -143,6 +143,7 @@ STRUCTURES = (
     "gemma",
     "gemma2",
     "gemma3",
+    "gemma4",
     "granite",
     "internlm3",
     "llama-heads",

@@ -284,8 +284,8 @@ def test_what_cannot_be_loaded_is_named(tmp_path: Path) -> None:
     config = CONFIGS["qwen2"].to_dict() | {"architectures": ["Qwen2ForCausalLM"]}
     with pytest.raises(StartupError, match="GPT2LMHeadModel is not supported"):
         read_config(config | {"architectures": ["GPT2LMHeadModel"]})
-    with pytest.raises(StartupError, match="rope scaling 'proportional' is not supported"):
-        read_config(config | {"rope_parameters": {"rope_type": "proportional"}})
+    with pytest.raises(StartupError, match="rope scaling 'spiral' is not supported"):
+        read_config(config | {"rope_parameters": {"rope_type": "spiral"}})
     with pytest.raises(StartupError, match="hidden_act 'relu2' is not supported; these are: silu"):
         read_config(config | {"hidden_act": "relu2"})
     gemma = CONFIGS["gemma3"].to_dict() | {"architectures": ["Gemma3ForCausalLM"]}

@@ -190,7 +190,8 @@ def test_experts_in_one_tensor_and_one_by_one_are_the_same(name: str, tmp_path: 
 @pytest.mark.usefixtures("instruction_set")
 @pytest.mark.pairwise("name")
 @pytest.mark.parametrize(
-    ("name", "quantization"), [("qwen2-moe", "w8a8"), ("qwen2-moe", "w4"), ("glm4-moe", "w4"), ("gpt-oss", "w8a8")]
+    ("name", "quantization"),
+    [("qwen2-moe", "w8a8"), ("qwen2-moe", "w4"), ("glm4-moe", "w4"), ("gpt-oss", "w8a8"), ("gemma4-moe", "w4")],
 )
 def test_a_packed_mixture_is_the_same_model(
     name: str, quantization: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -260,6 +260,7 @@ def exact_attention(
         (Heads(8, 1, 96), 16, 700, [2100, 1500], [2, 150]),
         (Heads(16, 8, 256), 16, None, [5 + 3 * number for number in range(33)], [1] * 33),
         (Heads(9, 9, 256), 16, None, [40] * 33, [1] * 33),
+        (Heads(16, 2, 512), 16, None, [1100, 40, 90], [1, 9, 90]),
     ],
 )
 def test_attention(

@@ -50,7 +50,9 @@ def assert_same(
 
 
 @pytest.mark.sampled(3)
-@pytest.mark.parametrize("family", sorted(CONFIGS.keys() - HYBRIDS.keys()))
+@pytest.mark.parametrize(
+    "family", [name for name in sorted(CONFIGS.keys() - HYBRIDS.keys()) if not name.startswith("gemma4")]
+)
 def test_every_family(family: str, tmp_path: Path) -> None:
     reference_model(family, tmp_path)
     assert_same(tmp_path, (2, 3))

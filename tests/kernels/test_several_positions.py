@@ -135,6 +135,7 @@ def check(loaded: Engine, kv_group: int = 0) -> None:
     ("name", "quantization", "kv_group"),
     [
         ("mistral-window", "none", 0),
+        ("gemma4-per-layer", "none", 0),
         ("mistral-window", "w8a8", 32),
         ("mistral-window", "w4", 0),
         ("qwen2-moe", "none", 32),

@@ -136,6 +136,20 @@ class Norms:
     after_mlp: Tensor | None = None
     q: Tensor | None = None  # [head_dim], or of all heads together
     k: Tensor | None = None
+    # of a mixture beside an MLP: of the MLP's result, of what goes into the experts, of their result, and of the router
+    after_dense: Tensor | None = None
+    before_experts: Tensor | None = None
+    after_experts: Tensor | None = None
+    router: Tensor | None = None
+    after_per_layer: Tensor | None = None  # of what a token's embedding for this layer adds
+
+
+@dataclass(frozen=True, slots=True)
+class PerLayerProducts:
+    """How a token's embedding for a layer comes into it: behind the MLP, times a gate."""
+
+    gate: Linear  # hidden to the embedding's size
+    projection: Linear  # and back
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,6 +164,8 @@ class LayerWeights:
     mlp: Mlp
     sinks: Tensor | None = None  # attention's, [heads] float32
     recurrent: RecurrentWeights | None = None  # None: it is attention's
+    scalar: float = 1.0  # multiplies what leaves the layer
+    per_layer: PerLayerProducts | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,8 +221,11 @@ class RowMath(Protocol):
         """RMSNorm, for what several layers read. Returns [T, k]."""
         ...
 
-    def add(self, x: Tensor, h: Tensor, *, norm: Tensor | None, eps: float, multiplier: float = 1.0) -> Tensor:
-        """x + multiplier * norm(h), x and h [T, hidden]. Returns [T, hidden]."""
+    def add(
+        self, x: Tensor, h: Tensor, *, norm: Tensor | None, eps: float, multiplier: float = 1.0, scale: float = 1.0
+    ) -> Tensor:
+        """scale * (x + multiplier * norm(h)), x and h [T, hidden]; the sum is rounded before it is scaled.
+        Returns [T, hidden]."""
         ...
 
     def choose_experts(
@@ -440,8 +459,9 @@ class Backend(Protocol):
         called."""
         ...
 
-    def make_attention(self, heads: Heads, scores: Scores | None = None) -> Attention:
-        """Attention over make_kv_layer's caches; scores: Scores.of(heads.head_dim) if there are none."""
+    def make_attention(self, heads: Heads, scores: Scores | None = None, others: Sequence[Heads] = ()) -> Attention:
+        """Attention over make_kv_layer's caches; scores: Scores.of(heads.head_dim) if there are none; others: of
+        layers that turn by the second rope, and so on: as many query heads as the first."""
         ...
 
     def make_recurrence(self, config: RecurrenceConfig) -> Recurrence: ...

@@ -22,15 +22,9 @@ class CacheShape(Protocol):
     """The part of a model's configuration that sizes its cache."""
 
     @property
-    def num_kv_layers(self) -> int:
-        """The layers that have keys and values."""
+    def kv_heads(self) -> tuple[tuple[int, int], ...]:
+        """The KV heads of each layer that has keys and values, and their dimensions."""
         ...
-
-    @property
-    def num_kv_heads(self) -> int: ...
-
-    @property
-    def head_dim(self) -> int: ...
 
 
 class KVCache:
@@ -44,17 +38,20 @@ class KVCache:
         self.backend = backend
         self.num_blocks = num_blocks
         self.block_size = block_size
-        heads, head_dim = config.num_kv_heads, config.head_dim
         # [2, num_blocks, ...]
         self.layers = [
             backend.make_kv_layer(num_blocks, block_size, heads, head_dim, group=group)
-            for _ in range(config.num_kv_layers)
+            for heads, head_dim in config.kv_heads
         ]
+        self.layers_by_shape: dict[torch.Size, list[torch.Tensor]] = {}
+        for layer in self.layers:
+            self.layers_by_shape.setdefault(layer.shape, []).append(layer)
 
     def copy_blocks(self, block_copies: tuple[tuple[int, int], ...]) -> None:
         """Copy blocks, (from, to), one after the other: a block that is copied from may be copied
         to later."""
-        self.backend.copy_blocks(self.layers, block_copies)
+        for alike in self.layers_by_shape.values():
+            self.backend.copy_blocks(alike, block_copies)
 
     @property
     def block_bytes(self) -> list[int]:
@@ -81,15 +78,23 @@ def choose_group(settings: ComputeSettings, config: CacheShape) -> int:
     if they don't divide the heads."""
     if settings.kv_cache_dtype == "auto":
         return 0
-    asked = settings.kv_cache_group
+    asked, dims = settings.kv_cache_group, sorted({head_dim for _, head_dim in config.kv_heads})
     group = (
         int(asked)
         if asked is not None
-        else next(size for size in (64, 32, 8, config.head_dim) if config.head_dim % size == 0)
+        else next((size for size in (64, 32, 8) if all(dim % size == 0 for dim in dims)), min(dims))
     )
-    if config.head_dim % group:
-        raise StartupError(f"--kv-cache-group {group}: heads of {config.head_dim} dimensions can't be divided by it")
+    if undivided := [dim for dim in dims if dim % group]:
+        raise StartupError(f"--kv-cache-group {group}: heads of {undivided[0]} dimensions can't be divided by it")
     return group
+
+
+def token_bytes_of(settings: ComputeSettings, config: CacheShape, backend: Backend) -> int:
+    """Bytes of a token's keys and values in all layers. Raises StartupError as choose_group does."""
+    if not config.kv_heads:
+        return 0
+    group = choose_group(settings, config)
+    return sum(backend.kv_token_bytes(heads, head_dim, group=group) for heads, head_dim in config.kv_heads)
 
 
 def choose_num_blocks(
@@ -105,12 +110,7 @@ def choose_num_blocks(
     configs: of the models that have a cache each, of as many blocks; workspace_bytes: what the
     largest step will take; state_bytes: the states of as many sequences as there are places.
     """
-    block_bytes = sum(
-        config.num_kv_layers
-        * settings.block_size
-        * backend.kv_token_bytes(config.num_kv_heads, config.head_dim, group=choose_group(settings, config))
-        for config in configs
-    )
+    block_bytes = settings.block_size * sum(token_bytes_of(settings, config, backend) for config in configs)
     if not block_bytes:
         return NO_LIMIT
     free = max(free_memory(backend.device) - workspace_bytes - state_bytes, 0)

@@ -13,7 +13,7 @@ class StateCache:
     """A model's, of so many sequences."""
 
     def __init__(self, config: ModelConfig, backend: Backend, num_slots: int) -> None:
-        self.num_layers = config.num_layers
+        self.num_own = config.num_own
         self.layers: dict[int, StateLayer] = {}  # by number
         if config.recurrence is not None:
             self.layers = {
@@ -22,6 +22,6 @@ class StateCache:
             }
 
     def among(self, kv_layers: Sequence[Tensor]) -> list[LayerCache]:
-        """A cache for each layer of the model. kv_layers: KVCache's, of the other layers."""
+        """A cache for each layer of the model that has its own. kv_layers: KVCache's, of the other layers."""
         others = iter(kv_layers)
-        return [self.layers[number] if number in self.layers else next(others) for number in range(self.num_layers)]
+        return [self.layers[number] if number in self.layers else next(others) for number in range(self.num_own)]

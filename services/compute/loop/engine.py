@@ -22,6 +22,7 @@ from services.compute.cache.kv_cache import (
     choose_num_blocks,
     choose_share,
     free_memory,
+    token_bytes_of,
 )
 from services.compute.cache.kv_tier import KVTier
 from services.compute.cache.state_slots import StateSlots
@@ -457,10 +458,7 @@ def refuse_segments(model: Model, block_size: int) -> str:
 def longest_that_fits(settings: ComputeSettings, model: Model, limit: int | None) -> int | None:
     """The limit, but for sequences that all free memory could not hold: a file may say any number. On
     a GPU also where there is no limit, for nothing may grow there later."""
-    shape = model.config
-    token_bytes = shape.num_kv_layers * model.backend.kv_token_bytes(
-        shape.num_kv_heads, shape.head_dim, group=choose_group(settings, shape)
-    )
+    token_bytes = token_bytes_of(settings, model.config, model.backend)
     if token_bytes == 0 or (limit is None and model.backend.device.type == "cpu"):
         return limit
     return smallest(limit, max(free_memory(model.backend.device) // token_bytes, 1))

@@ -7,6 +7,8 @@ from typing import Any
 
 from services.compute.backends.torch.reference import SWIGLU_ALPHA, SWIGLU_LIMIT
 from services.compute.models.config import PACKED_METHOD, ModelConfig, Packed, QueryTemperature
+from services.compute.models.gemma4 import DEFAULTS as GEMMA4
+from services.compute.models.gemma4 import gemma4
 from services.compute.models.hybrid import HYBRID_DEFAULTS, HYBRIDS
 from services.compute.models.library_errors import first_line
 from services.compute.models.llama import FULL, SLIDING, Config, granite, layer_kinds, llama, rotary_share
@@ -33,6 +35,7 @@ _HEADS = {"head_dim": 128}
 _ERNIE = _EPS | {"rope_theta": 500_000.0, "tie_word_embeddings": True}
 _GEMMA = {"head_dim": 256, "tie_word_embeddings": True}
 _GEMMA3 = _GEMMA | _WINDOW | {"rope_theta": 1_000_000.0}
+_PER_LAYER = {"sliding_window": 512, "hidden_size_per_layer_input": 256, "vocab_size_per_layer_input": 262_144}
 _YARN = {"rope_type": "yarn", "factor": 16.0, "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0}
 _MINISTRAL3_ROPE = _YARN | {
     "rope_theta": 1_000_000.0,
@@ -52,6 +55,10 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "Gemma2ForCausalLM": _GEMMA | _WINDOW | {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
     "Gemma3ForCausalLM": _GEMMA3,
     "Gemma3ForConditionalGeneration": _GEMMA3,
+    "Gemma4ForCausalLM": GEMMA4 | _PER_LAYER,
+    "Gemma4ForConditionalGeneration": GEMMA4 | _PER_LAYER,
+    "Gemma4UnifiedForCausalLM": GEMMA4 | {"sliding_window": 1024},
+    "Gemma4UnifiedForConditionalGeneration": GEMMA4 | {"sliding_window": 1024},
     "GemmaForCausalLM": _GEMMA,
     "Glm4MoeForCausalLM": _EPS
     | {"partial_rotary_factor": 0.5, "attention_out_bias": False, "norm_topk_prob": True}
@@ -149,7 +156,8 @@ def read_config(config: Config, max_model_len: int | None = None) -> ModelConfig
     if not isinstance(quantized, dict):
         raise StartupError("config.json: quantization_config is not an object")
     is_packed = quantized.get("quant_method") == PACKED_METHOD
-    if config.get("use_bidirectional_attention") or config.get("is_causal") is False:
+    # Gemma 4's images alone see what comes after them
+    if config.get("use_bidirectional_attention") not in (None, False, "vision") or config.get("is_causal") is False:
         raise StartupError("its attention is not causal: this model embeds text, it does not generate")
     try:
         check_sizes(config)
@@ -376,6 +384,11 @@ def _gemma3(config: Config, max_model_len: int) -> ModelConfig:
     )
 
 
+def _gemma4(config: Config, max_model_len: int) -> ModelConfig:
+    """Gemma 4, and the text part of those that see and hear."""
+    return gemma4(llama(config, max_model_len), config, max_model_len)
+
+
 def _llava(config: Config, max_model_len: int) -> ModelConfig:
     """The text part of a model that sees: one of other families, as its model_type says."""
     return TEXTS[config.get("model_type", "llama")](config, max_model_len)
@@ -499,6 +512,10 @@ ARCHITECTURES: dict[str, Callable[[Config, int], ModelConfig]] = {
     "Gemma2ForCausalLM": _gemma2,
     "Gemma3ForCausalLM": _gemma3,
     "Gemma3ForConditionalGeneration": _gemma3,
+    "Gemma4ForCausalLM": _gemma4,
+    "Gemma4ForConditionalGeneration": _gemma4,
+    "Gemma4UnifiedForCausalLM": _gemma4,
+    "Gemma4UnifiedForConditionalGeneration": _gemma4,
     "GemmaForCausalLM": _gemma,
     "Glm4MoeForCausalLM": _glm4_moe,
     "GptOssForCausalLM": _gpt_oss,

@@ -17,6 +17,7 @@ from services.compute.backends.backend import (
     LargestStep,
     LayerCache,
     LayerWeights,
+    Linear,
     LogitsProduct,
     Wiring,
     Workspace,
@@ -25,8 +26,8 @@ from services.compute.backends.buffers import Taps
 from services.compute.backends.gathered import ELSEWHERE, GatheredHead, own_of
 from services.compute.backends.torch.attention import AttentionInputs, CosSin, Heads
 from services.compute.backends.torch.recurrent import StateLayer, StateRows
-from services.compute.backends.torch.reference import Scores, rms_norm
-from services.compute.models.config import ModelConfig
+from services.compute.backends.torch.reference import Scores, gated, rms_norm
+from services.compute.models.config import HeadShape, ModelConfig
 from services.compute.ranks.parallel.ranks import Cut
 from services.compute.ranks.parallel.sharded import Receiver, Sender
 from services.compute.ranks.parallel.stage import PipelineStage, Returning
@@ -65,11 +66,44 @@ class EmbeddingRows(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class PerLayerWeights:
+    """A token's embedding for each layer: a row of a table, and a projection of the token's own."""
+
+    embedding: EmbeddingRows  # [vocab, layers * size]
+    projection: Linear  # of the model's embedding, to layers * size
+    norm: Tensor  # [size], of what is projected
+
+
+@dataclass(frozen=True, slots=True)
 class ModelWeights:
     embedding: EmbeddingRows  # [vocab, hidden]; ELSEWHERE: another rank has it
     layers: list[LayerWeights]
     norm: Tensor  # [hidden]
     lm_head: LogitsProduct  # or ELSEWHERE
+    per_layer: PerLayerWeights | None = None
+
+
+def per_layer_products(layer: LayerWeights) -> dict[str, Linear]:
+    """The products around a layer's embeddings of tokens, by the names that a packed checkpoint has for them."""
+    own = layer.per_layer
+    return {} if own is None else {"per_layer_input_gate.": own.gate, "per_layer_projection.": own.projection}
+
+
+def heads_of_rope(config: ModelConfig, rope: int) -> Heads:
+    """The heads of the layers that turn by one of the configuration's ropes."""
+    layers = [layer for layer, number in enumerate(config.rope_of_layer) if number == rope]
+    shape = config.shape_of(layers[0]) if layers else HeadShape(config.num_kv_heads, config.head_dim)
+    # a rank without heads plans its steps like one with a head
+    return Heads(
+        config.num_heads or 1,
+        shape.num_kv_heads or 1,
+        shape.head_dim,
+        2 * len(config.ropes[rope].inv_freq),
+        norms_after_rotation=config.norms_after_rotation,
+        has_gate=config.has_attention_gate,
+        kv_projections=shape.kv_projections,
+        has_value_norm=config.has_value_norm,
+    )
 
 
 class Decoder:
@@ -99,23 +133,18 @@ class Decoder:
         self.stage = stage
         self.shards = shards
         self.inv_freqs = [rope.inv_freq.to(backend.device) for rope in config.ropes]
-        # a rank without heads plans its steps like one with a head
-        heads = Heads(
-            config.num_heads or 1,
-            config.num_kv_heads or 1,
-            config.head_dim,
-            2 * len(config.ropes[0].inv_freq),
-            norms_after_rotation=config.norms_after_rotation,
-            has_gate=config.has_attention_gate,
-        )
+        heads = [heads_of_rope(config, number) for number in range(len(config.ropes))]
         if cut is not None:
             own, sharing = cut.heads[cut.rank], self.whole.num_heads // self.whole.num_kv_heads
-            heads = replace(heads, per_kv_head=sharing, num_before=own.queries.start - own.kv.start * sharing)
-        self.attention = backend.make_attention(heads, Scores(config.attention_scale, config.attention_cap))
+            before = own.queries.start - own.kv.start * sharing
+            heads = [replace(each, per_kv_head=sharing, num_before=before) for each in heads]
+        scores = Scores(config.attention_scale, config.attention_cap)
+        self.attention = backend.make_attention(heads[0], scores, heads[1:])
         self.recurrence = None if config.recurrence is None else backend.make_recurrence(config.recurrence)
         multiplier = config.embedding_multiplier
         # rounded, as where the models were trained
         self.embedding_multiplier = torch.tensor(multiplier, dtype=backend.dtype, device=backend.device)
+        self.per_layer_multiplier = torch.tensor(config.per_layer_size**0.5, dtype=backend.dtype, device=backend.device)
         self.wiring = Wiring(
             config.hidden_size,
             config.rms_norm_eps,
@@ -127,6 +156,7 @@ class Decoder:
         )
         # layers whose parts come one after the other are called one by one
         self.stack = None if shards is not None else backend.stack(weights.layers, self.attention, self.wiring, cut)
+        self._shared: tuple[Sequence[LayerCache], list[LayerCache]] | None = None  # see _with_shared
         self.taps: Taps | None = None  # of the layers that are here
         self.tapped_layers: tuple[int, ...] = ()  # of the whole model
 
@@ -193,7 +223,9 @@ class Decoder:
         """Write the step's K and V, and states. plan: of this batch; caches: a layer's each. Returns
         what the last layer makes of each token, [T, hidden]: `logits` of it is the head's. All that
         differs from step to step is read from the backend's buffers."""
-        x = self.run_layers(self.first_states(batch), plan, caches, self.temperatures(batch))
+        first = self.first_states(batch)
+        per_layer = self.embed_per_layer(batch.input_ids, first)
+        x = self.run_layers(first, plan, caches, self.temperatures(batch), per_layer)
         if self.stage is None:
             return x
         return self.stage.pass_on(
@@ -209,9 +241,16 @@ class Decoder:
         return 1.0 + temperature.weight * torch.log1p(steps)
 
     def run_layers(
-        self, x: Tensor, plan: Any, caches: Sequence[LayerCache], temperatures: Tensor | None = None
+        self,
+        x: Tensor,
+        plan: Any,
+        caches: Sequence[LayerCache],
+        temperatures: Tensor | None = None,
+        per_layer: Tensor | None = None,
     ) -> Tensor:
-        """All layers that are here. x: [T, hidden], as it enters the first; temperatures: of the queries."""
+        """All layers that are here. x: [T, hidden], as it enters the first; temperatures: of the queries;
+        per_layer: of embed_per_layer."""
+        caches = self._with_shared(caches)
         if self.stack is not None and temperatures is None:
             return self.stack(x, caches, plan, self.taps)
         if isinstance(self.shards, Receiver):
@@ -221,10 +260,33 @@ class Decoder:
                 self.shards.await_layer(number)
             if self.taps is not None:
                 self.taps.keep(number, x)
-            x = self.run_layer(number, layer, x, cache, plan, temperatures)
+            own = None if per_layer is None else per_layer[:, number]
+            x = self.run_layer(number, layer, x, cache, plan, temperatures, own)
         if self.taps is not None:
             self.taps.keep(self.config.num_layers, x)
         return x
+
+    def _with_shared(self, caches: Sequence[LayerCache]) -> Sequence[LayerCache]:
+        """A cache for each layer: one object for each object that comes."""
+        if not self.config.shared_caches:
+            return caches
+        if self._shared is None or self._shared[0] is not caches:
+            self._shared = caches, [*caches, *(caches[number] for number in self.config.shared_caches)]
+        return self._shared[1]
+
+    def embed_per_layer(self, input_ids: Tensor, x: Tensor) -> Tensor | None:
+        """The tokens' embeddings for each layer, [T, layers, size]; None: the model has none. x: [T, hidden],
+        the model's own."""
+        weights, size = self.weights.per_layer, self.config.per_layer_size
+        if weights is None:
+            return None
+        found = (weights.embedding[input_ids] * self.per_layer_multiplier).view(-1, size)
+        # a norm of what is divided by sqrt(hidden) is a norm with a larger eps
+        eps = self.config.rms_norm_eps * self.config.hidden_size
+        total = self.backend.row_math.add(
+            found, weights.projection(x).view(-1, size), norm=weights.norm, eps=eps, scale=0.5**0.5
+        )
+        return total.view(len(x), -1, size)
 
     def first_states(self, batch: ForwardBatch) -> Tensor:
         """The input of the first layer that is here, [T, hidden]: rank 0 alone has the embedding."""
@@ -269,8 +331,10 @@ class Decoder:
         cache: LayerCache,
         plan: Any,
         temperatures: Tensor | None = None,
+        per_layer: Tensor | None = None,
     ) -> Tensor:
-        """Run one layer of a step. x: [T, hidden]; temperatures: [T, 1] float32. Returns [T, hidden]."""
+        """Run one layer of a step. x: [T, hidden]; temperatures: [T, 1] float32; per_layer: [T, size], the
+        tokens' embeddings for this layer. Returns [T, hidden]."""
         eps, norms, window, rope = (
             self.config.rms_norm_eps,
             layer.norms,
@@ -281,7 +345,7 @@ class Decoder:
         if layer.qkv is not ELSEWHERE:
             qkv = layer.qkv(x, norm=norms.before_attention, eps=eps)
             if temperatures is not None:  # as good before the rotation as behind it
-                qkv[:, : self.config.num_heads * self.config.head_dim] *= temperatures
+                qkv[:, : self.config.num_heads * self.config.shape_of(number).head_dim] *= temperatures
             if isinstance(cache, StateLayer):
                 assert self.recurrence is not None and layer.recurrent is not None
                 h = self.recurrence(qkv, cache, plan.states, layer.recurrent, eps=eps)
@@ -293,7 +357,13 @@ class Decoder:
             x = layer.output(h, residual=x)
             return layer.mlp(x, norm=norms.before_mlp, eps=eps)
         x = self._add(x, layer.output(h), norms.after_attention)
-        return self._add(x, layer.mlp(x, norm=norms.before_mlp, eps=eps, has_residual=False), norms.after_mlp)
+        h = layer.mlp(x, norm=norms.before_mlp, eps=eps, has_residual=False)
+        if layer.per_layer is None:
+            return self._add(x, h, norms.after_mlp, layer.scalar)
+        assert per_layer is not None
+        x = self._add(x, h, norms.after_mlp)
+        h = gated(torch.cat([layer.per_layer.gate(x), per_layer], dim=1), self.config.activation)
+        return self._add(x, layer.per_layer.projection(h), norms.after_per_layer, layer.scalar)
 
     @torch.inference_mode()
     def logits(self, hidden: Any, rows: Tensor) -> Tensor:
@@ -326,8 +396,10 @@ class Decoder:
         found = [
             own_of(each)
             for layer in self.weights.layers
-            for each in (layer.qkv, layer.output, *layer.mlp.linears.values())
+            for each in (layer.qkv, layer.output, *layer.mlp.linears.values(), *per_layer_products(layer).values())
         ]
+        if self.weights.per_layer is not None:
+            found.append(self.weights.per_layer.projection)
         linears = [each for each in found if each is not None]
         step = LargestStep(
             linears,
@@ -348,9 +420,9 @@ class Decoder:
         x = self.weights.embedding[input_ids]
         return x if self.config.embedding_multiplier == 1.0 else x * self.embedding_multiplier
 
-    def _add(self, x: Tensor, h: Tensor, norm: Tensor | None) -> Tensor:
+    def _add(self, x: Tensor, h: Tensor, norm: Tensor | None, scale: float = 1.0) -> Tensor:
         return self.backend.row_math.add(
-            x, h, norm=norm, eps=self.config.rms_norm_eps, multiplier=self.config.residual_multiplier
+            x, h, norm=norm, eps=self.config.rms_norm_eps, multiplier=self.config.residual_multiplier, scale=scale
         )
 
     def _finish(self, logits: Tensor) -> Tensor:

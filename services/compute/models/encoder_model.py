@@ -28,9 +28,7 @@ class EncoderConfig:
     it can be."""
 
     vocab_size: int
-    num_kv_layers: int = 1
-    num_kv_heads: int = 1
-    head_dim: int = 8
+    kv_heads: tuple[tuple[int, int], ...] = ((1, 8),)
 
 
 class EncoderModel:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from services.compute.backends.backend import GroupedExperts, Linear, RouterConfig, RowMath
+from services.compute.backends.backend import GroupedExperts, Linear, Mlp, Norms, RouterConfig, RowMath
 from services.compute.models.sizes import LARGEST, LARGEST_MIXTURE, check_size
 
 
@@ -32,6 +32,9 @@ class MoeConfig:
     # of the checkpoint's tensors, in a layer's mixture
     router_name: str = "gate"
     shared_name: str = "shared_experts"
+    # an MLP has the same rows; both normalize what they read and what they make, and so does the router, whose
+    # weights of experts have a factor for each
+    is_beside_mlp: bool = False
 
     def __post_init__(self) -> None:
         """Raises ValueError for what no mixture can be."""
@@ -76,21 +79,29 @@ class Router:
     # hidden to twice num_experts: what rounding float32 weights to the linear's dtype leaves, rounded, and
     # what that leaves; None: nothing
     rest: Linear | None = None
+    norm: Tensor | None = None  # [hidden]: its own; None: it reads what the experts read
+    factors: Tensor | None = None  # [num_experts] float32: of the weights
 
     @property
     def linears(self) -> dict[str, Linear]:
         return {"router.": self.linear} | ({} if self.rest is None else {"router_rest.": self.rest})
 
-    def choose(self, x: Tensor, row_math: RowMath) -> tuple[Tensor, Tensor]:
-        """The experts of each row of x, [T, hidden], and their weights: [T, num_active] int64 and float32."""
-        return row_math.choose_experts(self.logits(x), self.config, self.correction)
+    def choose(self, x: Tensor, normed: Tensor, eps: float, row_math: RowMath) -> tuple[Tensor, Tensor]:
+        """The experts of each row, and their weights: [T, num_active] int64 and float32. x: [T, hidden]; normed:
+        what the experts read."""
+        if self.norm is None:
+            logits = self.logits(normed)
+        else:  # Gemma 4's
+            logits = self.logits(x, norm=self.norm, eps=eps) * x.shape[1] ** -0.5
+        chosen, weights = row_math.choose_experts(logits, self.config, self.correction)
+        return chosen, weights if self.factors is None else weights * self.factors[chosen]
 
-    def logits(self, x: Tensor) -> Tensor:
+    def logits(self, x: Tensor, *, norm: Tensor | None = None, eps: float = 0.0) -> Tensor:
         """The scores of each row of x, [T, num_experts] float32, good until the next call."""
-        logits = self.linear.logits(x)
+        logits = self.linear.logits(x, norm=norm, eps=eps)
         if self.rest is None:
             return logits
-        more, least = self.rest.logits(x).chunk(2, dim=1)
+        more, least = self.rest.logits(x, norm=norm, eps=eps).chunk(2, dim=1)
         return logits + (more + least)
 
 
@@ -126,7 +137,7 @@ class MoeMlp:
         has_residual, x is added. Returns [T, hidden]."""
         # once, for all that read it
         normed = x if norm is None else self.row_math.norm(x, weight=norm, eps=eps)
-        chosen, weights = self.router.choose(normed, self.row_math)
+        chosen, weights = self.router.choose(x, normed, eps, self.row_math)
         results = (
             run_experts(self.experts, normed, chosen) if self.grouped is None else self.grouped.run(normed, chosen)
         )
@@ -135,6 +146,36 @@ class MoeMlp:
             score = None if self.shared.gate is None else self.shared.gate.logits(normed)
             shared = self.shared.expert.down(self.shared.expert.gate_up(normed)), score
         return self.row_math.add_experts(x, results, weights, shared=shared, has_residual=has_residual)
+
+
+@dataclass(frozen=True, slots=True)
+class MlpBesideMixture:
+    """An Mlp of backends/backend.py: the sum of an MLP's result and a mixture's, each normalized."""
+
+    row_math: RowMath
+    dense: Mlp
+    mixture: MoeMlp
+    norms: Norms  # of the layer
+
+    @property
+    def is_recordable(self) -> bool:
+        return self.dense.is_recordable and self.mixture.is_recordable
+
+    @property
+    def linears(self) -> dict[str, Linear]:
+        """The router as its checkpoint has it, whose other tensors begin with the name that others' has."""
+        of_mixture = self.mixture.linears
+        return self.dense.linears | {"router.proj.": of_mixture.pop("router.")} | of_mixture
+
+    def __call__(self, x: Tensor, *, norm: Tensor | None, eps: float, has_residual: bool = True) -> Tensor:
+        """norm: before the MLP. Returns [T, hidden]."""
+        norms = self.norms
+        assert norms.after_dense is not None
+        dense = self.dense(x, norm=norm, eps=eps, has_residual=False)
+        mixed = self.mixture(x, norm=norms.before_experts, eps=eps, has_residual=False)
+        total = self.row_math.norm(dense, weight=norms.after_dense, eps=eps)
+        total = self.row_math.add(total, mixed, norm=norms.after_experts, eps=eps)
+        return self.row_math.add(x, total, norm=None, eps=eps) if has_residual else total
 
 
 def run_experts(experts: Sequence[Expert], x: Tensor, chosen: Tensor) -> Tensor:

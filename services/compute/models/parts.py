@@ -4,10 +4,11 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from services.compute.backends.backend import Linear, Norms
+from services.compute.backends.backend import Backend, LayerWeights, Linear, Mlp, Norms, PerLayerProducts
 from services.compute.backends.torch.recurrent import RecurrentWeights
-from services.compute.models.decoder import EmbeddingRows
-from services.compute.models.moe import Expert, Router
+from services.compute.models.config import ModelConfig
+from services.compute.models.decoder import EmbeddingRows, PerLayerWeights
+from services.compute.models.moe import Expert, MlpBesideMixture, MoeMlp, Router, SharedExpert
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +28,7 @@ class MixtureParts:
     experts: tuple[Expert, ...]
     shared: MlpParts | None  # None: the model has none
     shared_gate: Linear | None  # whole; None: it is added as it is
+    dense: MlpParts | None = None  # of the MLP beside it
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +41,8 @@ class LayerParts:
     mlp: MlpParts | MixtureParts
     sinks: Tensor | None  # of the rank's query heads, float32
     recurrent: RecurrentWeights | None = None  # whole
+    scalar: float = 1.0
+    per_layer: PerLayerProducts | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,3 +53,35 @@ class ModelParts:
     layers: list[LayerParts]  # of the stage
     norm: Tensor  # the last one, whole
     lm_head: Linear | None
+    per_layer: PerLayerWeights | None = None
+
+
+def whole_layer(parts: LayerParts, config: ModelConfig, backend: Backend) -> LayerWeights:
+    """The layer of a rank that has all of it."""
+    assert parts.qkv is not None and parts.output is not None
+    mlp: Mlp
+    if isinstance(parts.mlp, MlpParts):
+        mlp = backend.make_mlp(*_both(parts.mlp))
+    else:
+        mlp = whole_mixture(parts.mlp, parts.norms, config, backend)
+    return LayerWeights(
+        parts.norms, parts.qkv, parts.output, mlp, parts.sinks, parts.recurrent, parts.scalar, parts.per_layer
+    )
+
+
+def whole_mixture(parts: MixtureParts, norms: Norms, config: ModelConfig, backend: Backend) -> Mlp:
+    """The mixture of a layer, of a rank that has all of it; norms: the layer's."""
+    shared, moe = None, config.moe
+    assert moe is not None
+    if parts.shared is not None:
+        shared = SharedExpert(Expert(*_both(parts.shared)), parts.shared_gate)
+    grouped = backend.group_experts([(each.gate_up, each.down) for each in parts.experts], moe.num_experts)
+    mixture = MoeMlp(backend.row_math, parts.router, parts.experts, shared, grouped)
+    if parts.dense is None:
+        return mixture
+    return MlpBesideMixture(backend.row_math, backend.make_mlp(*_both(parts.dense)), mixture, norms)
+
+
+def _both(mlp: MlpParts) -> tuple[Linear, Linear]:
+    assert mlp.gate_up is not None and mlp.down is not None
+    return mlp.gate_up, mlp.down

@@ -111,7 +111,7 @@ class GatheredMixture:
 
     def __call__(self, x: Tensor, *, norm: Tensor | None, eps: float, has_residual: bool = True) -> Tensor:
         normed = x if norm is None else self.row_math.norm(x, weight=norm, eps=eps)
-        chosen, weights = self.router.choose(normed, self.row_math)
+        chosen, weights = self.router.choose(x, normed, eps, self.row_math)
         results, shared = self.run_experts(normed, chosen), None
         if self.shared is not None:
             score = None if self.shared_gate is None else self.shared_gate.logits(normed)

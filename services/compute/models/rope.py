@@ -57,16 +57,14 @@ def read_rope(config: dict[str, Any], rotary_dim: int, max_model_len: int, layer
     if kind == "dynamic" and rope.get("alpha"):  # Hunyuan's, which stretches the base for all lengths
         theta *= rope["alpha"] ** (rotary_dim / (rotary_dim - 2))
     inv_freq = theta ** -(torch.arange(0, rotary_dim, 2, dtype=torch.int64).float() / rotary_dim)
-    if sections := rope.get("mrope_section"):  # Wang et al. 2024, "Qwen2-VL", section 2.1
-        if kind not in ("default", "mrope") or len(sections) != 3 or sum(sections) != len(inv_freq):
-            raise StartupError(
-                f"rope with mrope_section {sections} is supported with three parts, of all {len(inv_freq)} "
-                "frequencies and no other scaling"
-            )
-        return Rope(inv_freq, axes=_axes(sections, is_interleaved=bool(rope.get("mrope_interleaved"))))
+    if rope.get("mrope_section"):
+        return _in_sections(inv_freq, kind, rope)
     # dynamic changes nothing up to the model's own length, and the server takes nothing longer
     if kind in ("default", "dynamic"):
         return Rope(inv_freq)
+    if kind == "proportional":  # the frequencies of the whole head, of which a part turns
+        num_turned = int(float(rope.get("partial_rotary_factor", 1.0)) * rotary_dim // 2)
+        return Rope(inv_freq * (torch.arange(len(inv_freq)) < num_turned) / float(rope.get("factor") or 1.0))
     if kind == "linear":
         return Rope(inv_freq / float(rope["factor"]))
     if kind == "llama3":
@@ -76,8 +74,20 @@ def read_rope(config: dict[str, Any], rotary_dim: int, max_model_len: int, layer
     if kind == "longrope":
         return _longrope(inv_freq, rope, config, max_model_len)
     raise StartupError(
-        f"rope scaling {kind!r} is not supported; these are: default, dynamic, linear, llama3, yarn, longrope"
+        f"rope scaling {kind!r} is not supported; these are: default, dynamic, linear, llama3, proportional, yarn, "
+        "longrope"
     )
+
+
+def _in_sections(inv_freq: torch.Tensor, kind: Any, rope: dict[str, Any]) -> Rope:
+    """With positions in time, down and across: Wang et al. 2024, "Qwen2-VL", section 2.1."""
+    sections = rope["mrope_section"]
+    if kind not in ("default", "mrope") or len(sections) != 3 or sum(sections) != len(inv_freq):
+        raise StartupError(
+            f"rope with mrope_section {sections} is supported with three parts, of all {len(inv_freq)} "
+            "frequencies and no other scaling"
+        )
+    return Rope(inv_freq, axes=_axes(sections, is_interleaved=bool(rope.get("mrope_interleaved"))))
 
 
 def _axes(sections: list[int], *, is_interleaved: bool) -> torch.Tensor:

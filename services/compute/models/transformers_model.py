@@ -55,9 +55,14 @@ class TransformersConfig:
     """The configuration that scheduler and cache need."""
 
     vocab_size: int
-    num_kv_layers: int
+    num_layers: int
     num_kv_heads: int  # of the layer that has most
     head_dim: int  # of the widest
+
+    @property
+    def kv_heads(self) -> tuple[tuple[int, int], ...]:
+        """See CacheShape."""
+        return ((self.num_kv_heads, self.head_dim),) * self.num_layers
 
 
 # of a model without K and V, for blocks that are as small as they can be
@@ -89,7 +94,7 @@ class TransformersModel:
         model.get_output_embeddings().register_forward_pre_hook(lambda _, inputs: self._head_inputs.append(inputs[0]))
         self.config = TransformersConfig(
             vocab_size=probed.vocab_size,
-            num_kv_layers=len(self.shapes),
+            num_layers=len(self.shapes),
             num_kv_heads=max(shape.num_kv_heads for shape in self.shapes.values()),
             head_dim=max(max(shape.k_dim, shape.v_dim) for shape in self.shapes.values()),
         )

@@ -22,6 +22,7 @@ from services.compute.execution.executor import DrawnTokens
 from services.compute.execution.model_runner import NO_IMAGES, Model, ModelRunner
 from services.compute.models.config import ModelConfig
 from services.compute.models.decoder import Decoder, ModelWeights
+from services.compute.models.parts import whole_layer
 from services.compute.models.rank import config_of_rank, cut_of, linears_to_keep, sharded_layer, weights_of_rank
 from services.compute.ranks.group.commands import (
     BlockCount,
@@ -53,7 +54,7 @@ from services.compute.ranks.parallel.sharded import Messages, Receiver, Sender, 
 from services.compute.ranks.parallel.share import WHOLE, Portion, Share, check_stages, layers_of_stage
 from services.compute.ranks.parallel.stage import PipelineStage
 from services.compute.sequence.batch import ScheduledBatch
-from services.compute.weights.loader import load_parts, load_weights, whole_layer
+from services.compute.weights.loader import load_parts, load_weights
 from shared.process.errors import StartupError, Unready, words_of
 from shared.process.group_settings import split_address
 from shared.process.settings import ComputeSettings, split_place
@@ -212,6 +213,11 @@ def load_decoder(
         )
     if place.is_alone:
         return Decoder(config, load_weights(location, config, backend, **packing), backend)
+    if config.full_shape is not None:
+        raise StartupError(
+            f"{location.name}: its layers have heads of several sizes, which a group of ranks does not divide: run it "
+            "without --tensor-parallel-size, --pipeline-parallel-size and --shard-weights"
+        )
     if place.shards is not None:
         return load_sharded(place.shards, location, config, backend, **packing)
     stage, share = place.stage_of(config), WHOLE if place.ranks is None else place.ranks.share

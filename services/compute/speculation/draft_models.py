@@ -29,6 +29,7 @@ SHAPE = (
     "num_heads",
     "num_kv_heads",
     "head_dim",
+    "full_shape",
     "rope_of_layer",
     "sliding_windows",
 )

@@ -15,13 +15,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from services.compute.backends.backend import Backend, LayerWeights, Linear, Norms
+from services.compute.backends.backend import Backend, LayerWeights, Linear, Norms, PerLayerProducts
 from services.compute.backends.host_memory import give_back_free_memory
 from services.compute.backends.matrix import Dense, Joined, Matrix, concatenate, reordered
 from services.compute.models.config import IN_EIGHT_BITS, ModelConfig, Packed
-from services.compute.models.decoder import EmbeddingRows, ModelWeights
-from services.compute.models.moe import Expert, MoeConfig, MoeMlp, Router, SharedExpert
-from services.compute.models.parts import LayerParts, MixtureParts, MlpParts, ModelParts
+from services.compute.models.decoder import EmbeddingRows, ModelWeights, PerLayerWeights
+from services.compute.models.moe import Expert, MoeConfig, Router
+from services.compute.models.parts import LayerParts, MixtureParts, MlpParts, ModelParts, whole_layer
 from services.compute.ranks.parallel.heads import heads_of
 from services.compute.ranks.parallel.share import EVERYTHING, Portion, Share
 from services.compute.weights.gguf_source import GgufSource
@@ -41,6 +41,9 @@ CORRECTIONS = (
     "e_score_correction_bias",
     "moe_statics.e_score_correction_bias",
 )
+
+FACTORS = "router.per_expert_scale"  # Gemma 4's, in a layer
+PER_LAYER_EMBEDDING = "model.embed_tokens_per_layer.weight"
 
 
 def open_source(location: Path, config: ModelConfig, backend: Backend) -> SafetensorsSource | GgufSource:
@@ -101,7 +104,7 @@ def load_weights(
     )
     assert parts.embedding is not None and parts.lm_head is not None
     layers = [whole_layer(each, config, backend) for each in parts.layers]
-    return ModelWeights(embedding=parts.embedding, layers=layers, norm=parts.norm, lm_head=parts.lm_head)
+    return ModelWeights(parts.embedding, layers, parts.norm, parts.lm_head, parts.per_layer)
 
 
 def load_parts(
@@ -143,6 +146,7 @@ def load_parts(
             layers=parts,
             norm=norm,
             lm_head=of_head.head_part(embedding) if portion.has_head else None,
+            per_layer=loader.per_layer_weights() if config.per_layer_size else None,
         )
         # the first rank has a part of everything
         source.report(portion.layers if portion.share.rank == 0 else range(0))
@@ -151,26 +155,6 @@ def load_parts(
     finally:
         source.close()
         give_back_free_memory()
-
-
-def whole_layer(parts: LayerParts, config: ModelConfig, backend: Backend) -> LayerWeights:
-    """The layer of a rank that has all of it."""
-    assert parts.qkv is not None and parts.output is not None
-    if isinstance(parts.mlp, MlpParts):
-        mlp = backend.make_mlp(*_both(parts.mlp))
-        return LayerWeights(parts.norms, parts.qkv, parts.output, mlp, parts.sinks, parts.recurrent)
-    shared, moe = None, config.moe
-    assert moe is not None
-    if parts.mlp.shared is not None:
-        shared = SharedExpert(Expert(*_both(parts.mlp.shared)), parts.mlp.shared_gate)
-    grouped = backend.group_experts([(each.gate_up, each.down) for each in parts.mlp.experts], moe.num_experts)
-    mixture = MoeMlp(backend.row_math, parts.mlp.router, parts.mlp.experts, shared, grouped)
-    return LayerWeights(parts.norms, parts.qkv, parts.output, mixture, parts.sinks, parts.recurrent)
-
-
-def _both(mlp: MlpParts) -> tuple[Linear, Linear]:
-    assert mlp.gate_up is not None and mlp.down is not None
-    return mlp.gate_up, mlp.down
 
 
 def norm_names(config: ModelConfig, number: int) -> dict[str, str]:
@@ -186,9 +170,19 @@ def norm_names(config: ModelConfig, number: int) -> dict[str, str]:
             "after_attention": "post_attention_layernorm.weight",
             "after_mlp": "post_feedforward_layernorm.weight",
         }
+    if config.moe is not None and config.moe.is_beside_mlp:
+        names |= {
+            "after_dense": "post_feedforward_layernorm_1.weight",
+            "before_experts": "pre_feedforward_layernorm_2.weight",
+            "after_experts": "post_feedforward_layernorm_2.weight",
+            "router": "router.scale",
+        }
+    if config.per_layer_size:
+        names["after_per_layer"] = "post_per_layer_input_norm.weight"
     if config.has_qk_norm and number not in config.recurrent_layers:
         of_heads = ("query_layernorm", "key_layernorm") if config.norms_after_rotation else ("q_norm", "k_norm")
-        names |= {field: f"self_attn.{name}.weight" for field, name in zip("qk", of_heads, strict=True)}
+        projected = "qk" if config.shape_of(number).kv_projections else "q"
+        names |= {field: f"self_attn.{name}.weight" for field, name in zip(projected, of_heads, strict=False)}
     return names
 
 
@@ -214,9 +208,10 @@ class Loader:
         return whole_layer(self.parts(number), self.config, self.backend)
 
     def parts(self, number: int) -> LayerParts:
-        config, prefix = self.config, f"model.layers.{number}."
-        hidden, head_dim = config.hidden_size, config.head_dim
-        q_size, kv_size = config.num_heads * head_dim, config.num_kv_heads * head_dim
+        config, prefix, shape = self.config, f"model.layers.{number}.", self.config.shape_of(number)
+        hidden, head_dim = config.hidden_size, shape.head_dim
+        q_size, kv_size = config.num_heads * head_dim, shape.num_kv_heads * head_dim
+        projected = "qkv"[: 1 + shape.kv_projections]
         attention = prefix + "self_attn."
         sizes = {"q": q_size, "k": kv_size} if config.is_qk_norm_joint else {"q": head_dim, "k": head_dim}
         norms = {
@@ -226,7 +221,7 @@ class Loader:
         if number in config.recurrent_layers:
             return self.recurrent_parts(number, Norms(**norms))
         own = heads_of(config, self.share.size, may_repeat=not self.portion.is_sharded)[self.share.rank]
-        heads = [scaled(each, head_dim) for each in (own.queries, own.kv, own.kv)]
+        heads = [scaled(each, head_dim) for each in (own.queries, own.kv, own.kv)][: len(projected)]
         return LayerParts(
             norms=Norms(**norms),
             qkv=self.joined(prefix + "qkv.", with_gate(config, attention), has_bias=config.has_qkv_bias)
@@ -235,8 +230,8 @@ class Loader:
                 prefix + "qkv.",
                 [attention + "qkv_proj."]
                 if config.has_fused_projections
-                else [attention + f"{name}_proj." for name in "qkv"],
-                [(size, hidden) for size in (q_size, kv_size, kv_size)],
+                else [attention + f"{name}_proj." for name in projected],
+                [(size, hidden) for size in (q_size, kv_size, kv_size)[: len(projected)]],
                 config.has_qkv_bias,
                 parts=heads,
                 num_rotated=2 if config.rotates_neighbours else 0,
@@ -248,10 +243,12 @@ class Loader:
                 config.has_output_bias,
                 self.packing.of_output,
             ),
-            mlp=self.mlp(number),
+            mlp=self.mlp(number, norms.get("router")),
             sinks=self.source.dense(attention + "sinks", (config.num_heads,), [own.queries]).float()
             if config.has_sinks and own.queries
             else None,
+            scalar=float(self.source.dense(prefix + "layer_scalar", (1,))) if config.has_layer_scalar else 1.0,
+            per_layer=self.per_layer_products(prefix) if config.per_layer_size else None,
         )
 
     def recurrent_parts(self, number: int, norms: Norms) -> LayerParts:
@@ -268,22 +265,43 @@ class Loader:
                 has_bias=False,
                 quantization=self.packing.of_output,
             ),
-            mlp=self.mlp(number),
+            mlp=self.mlp(number, None),
             sinks=None,
             recurrent=read_recurrent(sizes, self.source, prefix, is_packed=is_packed),
         )
 
-    def mlp(self, number: int) -> MlpParts | MixtureParts:
+    def mlp(self, number: int, router_norm: Tensor | None) -> MlpParts | MixtureParts:
         prefix, moe = f"model.layers.{number}.", self.config.moe
         if moe is not None and number in moe.sparse_layers:
-            return self.mixture(prefix, moe)
+            return self.mixture(prefix, moe, router_norm)
+        return self.plain_mlp(prefix, self.config.intermediate_size_of(number))
+
+    def per_layer_products(self, prefix: str) -> PerLayerProducts:
+        hidden, size = self.config.hidden_size, self.config.per_layer_size
+        gate, projection = prefix + "per_layer_input_gate.", prefix + "per_layer_projection."
+        return PerLayerProducts(
+            self.whole(gate, gate, (size, hidden), has_bias=False, quantization=None),
+            self.whole(projection, projection, (hidden, size), has_bias=False, quantization=None),
+        )
+
+    def per_layer_weights(self) -> PerLayerWeights:
+        """The table is read by rows, from the file where the device is a CPU: it is half of a small model."""
+        config, name = self.config, "model.per_layer_model_projection."
+        width = config.num_layers * config.per_layer_size
+        return PerLayerWeights(
+            self.source.embedding((config.per_layer_vocab_size, width), PER_LAYER_EMBEDDING),
+            self.whole(name, name, (width, config.hidden_size), has_bias=False, quantization=None),
+            self.norm("model.per_layer_projection_norm.weight", config.per_layer_size),
+        )
+
+    def plain_mlp(self, prefix: str, intermediate_size: int) -> MlpParts:
         names = (
             ["gate_up_proj", "down_proj"]
             if self.config.has_fused_projections
             else ["gate_proj", "up_proj", "down_proj"]
         )
         return self.gated(
-            prefix, [f"{prefix}mlp.{name}." for name in names], self.config.intermediate_size, self.config.has_mlp_bias
+            prefix, [f"{prefix}mlp.{name}." for name in names], intermediate_size, self.config.has_mlp_bias
         )
 
     def gated(self, name: str, sources: list[str], inter: int, has_bias: bool) -> MlpParts:
@@ -297,15 +315,15 @@ class Loader:
         )
         return MlpParts(gate_up, self.columns(name + "down.", sources[-1], (hidden, inter), has_bias, None))
 
-    def mixture(self, prefix: str, moe: MoeConfig) -> MixtureParts:
-        """Load experts by Mixtral's names, by Qwen's or by gpt-oss'; their experts each a tensor of
-        its own, or all in one, as transformers 5 has them in memory."""
+    def mixture(self, prefix: str, moe: MoeConfig, router_norm: Tensor | None) -> MixtureParts:
+        """Load experts by Mixtral's names, by Qwen's, by gpt-oss' or by Gemma's; their experts each a tensor
+        of its own, or all in one, as transformers 5 has them in memory."""
         hidden = self.config.hidden_size
         mixtral = prefix + "block_sparse_moe."
         # a GGUF file has its router under all families' names
         is_mixtral = self.source.has(mixtral + "gate.weight") and not self.source.has(prefix + "mlp.gate.weight")
-        block = mixtral if is_mixtral else prefix + "mlp."
-        router = self.router(prefix, block, moe)
+        block = prefix if moe.is_beside_mlp else mixtral if is_mixtral else prefix + "mlp."
+        router = self.router(prefix, block, moe, router_norm)
         shared = shared_gate = None
         if moe.shared_intermediate_size:
             names = [f"{block}{moe.shared_name}.{which}_proj." for which in ("gate", "up", "down")]
@@ -321,18 +339,24 @@ class Loader:
             experts = self.fused_experts(block, moe, numbers)
         else:
             experts = [self.one_expert(prefix, block, number, moe) for number in numbers]
-        return MixtureParts(router, numbers, tuple(experts), shared, shared_gate)
+        dense = self.plain_mlp(prefix, self.config.intermediate_size) if moe.is_beside_mlp else None
+        return MixtureParts(router, numbers, tuple(experts), shared, shared_gate, dense)
 
-    def router(self, prefix: str, block: str, moe: MoeConfig) -> Router:
+    def router(self, prefix: str, block: str, moe: MoeConfig, norm: Tensor | None) -> Router:
         """A mixture's, with its weights as the file has them: what is float32 there becomes a sum of three
         matrices in the backend's dtype."""
         n, hidden, source = moe.num_experts, self.config.hidden_size, f"{block}{moe.router_name}."
         correction, rest = self.correction(block, moe) if moe.router.has_correction else None, None
+        factors = None
+        if moe.is_beside_mlp:
+            factors = self.source.dense(prefix + FACTORS, (n,), dtype=torch.float32)
         if self.config.packed is not None:
-            linear = self.restored(prefix + "router.", [(n, hidden)], moe.has_bias)
+            # other tensors of a layer with an MLP beside the mixture begin with "router."
+            name = prefix + ("router.proj." if moe.is_beside_mlp else "router.")
+            linear = self.restored(name, [(n, hidden)], moe.has_bias)
             if self.source.has(prefix + "router_rest.data"):
                 rest = self.restored(prefix + "router_rest.", [(2 * n, hidden)], has_bias=False)
-            return Router(linear, moe.router, correction, rest)
+            return Router(linear, moe.router, correction, rest, norm, factors)
         matrix = self.source.matrix(source, (n, hidden), dtype=torch.float32)
         bias = self.source.dense(source + "bias", (n,)) if moe.has_bias else None
         if isinstance(matrix, Dense):
@@ -342,7 +366,7 @@ class Loader:
                 left = left - parts[-1].float()
             if any(bool(each.any()) for each in parts[1:]):
                 rest = self.backend.make_linear(Dense(torch.cat(parts[1:])))
-        return Router(self.backend.make_linear(matrix, bias), moe.router, correction, rest)
+        return Router(self.backend.make_linear(matrix, bias), moe.router, correction, rest, norm, factors)
 
     def correction(self, block: str, moe: MoeConfig) -> Tensor:
         """A router's, [experts] float32."""

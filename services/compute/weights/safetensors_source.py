@@ -3,6 +3,7 @@
 import json
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +58,18 @@ OTHER_NAMES: dict[str, dict[str, str]] = {
 
 # of the model without its head, as embedding models are published (Qwen 3 Embedding)
 BARE_EMBEDDING = "embed_tokens.weight"
+
+
+@dataclass(frozen=True, slots=True)
+class StoredRows:
+    """An embedding that stays in its file, mapped."""
+
+    tensor: Tensor
+    dtype: torch.dtype
+
+    def __getitem__(self, ids: Tensor, /) -> Tensor:
+        """ids: [T] int64. Returns [T, columns] in `dtype`."""
+        return self.tensor[ids].to(self.dtype)
 
 
 class SafetensorsSource:
@@ -252,8 +265,18 @@ class SafetensorsSource:
             self._progress.update()
         return part.to(self.device)
 
-    def embedding(self, shape: tuple[int, int]) -> Tensor:
-        return self.dense(EMBEDDING, shape)
+    def embedding(self, shape: tuple[int, int], name: str = EMBEDDING) -> EmbeddingRows:
+        """The model's own is read into memory, for a tied head; others stay in the file, on a CPU."""
+        if name == EMBEDDING or self.device.type != "cpu":
+            return self.dense(name, shape)
+        tensor = self.tensor(name)
+        if tuple(tensor.shape) != shape or not tensor.is_floating_point() or tensor.element_size() < 2:
+            kind = str(tensor.dtype).removeprefix("torch.")
+            raise StartupError(
+                f"{self.file_by_name[name]}: {name} is {kind} of the shape {tuple(tensor.shape)}; expected: float32, "
+                f"float16 or bfloat16 of {shape}"
+            )
+        return StoredRows(tensor, self.dtype)
 
     def tied_head(
         self, embedding: EmbeddingRows | None, shape: tuple[int, int], rows: Sequence[range] | None = None

@@ -42,8 +42,8 @@ class WeightSource(Protocol):
         norm, a bias."""
         ...
 
-    def embedding(self, shape: tuple[int, int]) -> EmbeddingRows:
-        """The embedding [vocab, hidden]: dense, or as the file has it."""
+    def embedding(self, shape: tuple[int, int], name: str = EMBEDDING) -> EmbeddingRows:
+        """An embedding [vocab, hidden]: dense, or as the file has it."""
         ...
 
     def has(self, name: str) -> bool:

@@ -20,7 +20,6 @@ from services.compute.backends.backend import Backend, LayerWeights, Linear, Log
 from services.compute.backends.matrix import Matrix
 from services.compute.backends.torch.linear import TorchLinear, TorchMlp
 from services.compute.backends.torch.reference import rms_norm
-from services.compute.cache.kv_cache import KVCache
 from services.compute.models.config import Packed
 from services.compute.models.decoder import Decoder, ModelWeights
 from services.compute.weights.loader import Loader
@@ -126,8 +125,9 @@ class LayerCalibration:
         self.decoder = Decoder(config, weights, loader.backend)
         self.batches = [whole_windows(part) for part in torch.split(windows, WINDOWS_AT_ONCE)]
         num_blocks = blocks_of(windows[:WINDOWS_AT_ONCE])
-        one_layer = replace(config, num_layers=1)
-        self.kv = KVCache(one_layer, loader.backend, num_blocks=num_blocks, block_size=BLOCK_SIZE).layers[0]
+        self.caches = {  # that layers of equal heads use in turn
+            heads: loader.backend.make_kv_layer(num_blocks, BLOCK_SIZE, *heads, group=0) for heads in config.kv_heads
+        }
         self.states = [self.decoder.embed(batch.input_ids) for batch in self.batches]
 
     def run(self) -> ModelWeights:
@@ -144,9 +144,9 @@ class LayerCalibration:
     def _run(self, number: int, layer: LayerWeights) -> list[Tensor]:
         """The text's hidden states behind the layer."""
         states = zip(self.batches, self.states, strict=True)
+        kv = self.caches[self.loader.config.kv_heads[number]]
         return [
-            self.decoder.run_layer(number, layer, x, self.kv, self.decoder.plan(batch, BLOCK_SIZE))
-            for batch, x in states
+            self.decoder.run_layer(number, layer, x, kv, self.decoder.plan(batch, BLOCK_SIZE)) for batch, x in states
         ]
 
     def _layer(self, number: int) -> LayerWeights:
@@ -175,9 +175,8 @@ class LayerCalibration:
         packed = [self._pack(matrix, each) for matrix, each in zip(matrices, linears, strict=True)]
         kept = {each.name: getattr(norms, each.name) for each in fields(Norms)}
         kept = {name: None if norm is None else norm.bfloat16() for name, norm in kept.items()}
-        return LayerWeights(
-            norms=Norms(**kept), qkv=packed[0], output=packed[1], mlp=self.backend.make_mlp(*packed[2:])
-        )
+        mlp = self.backend.make_mlp(*packed[2:])
+        return LayerWeights(norms=Norms(**kept), qkv=packed[0], output=packed[1], mlp=mlp, scalar=layer.scalar)
 
     def _fold(self, norm: Tensor | None, linear: ObservedLinear) -> Tensor | None:
         """The norm before the layer with its inputs' scales in it. Where none is before it, there

@@ -348,7 +348,9 @@ LIBRARY_FAMILIES = {
     "ernie4_5-moe": Family(
         "Ernie4_5_MoeForCausalLM", "ernie4_5_moe", _ernie4_5_moe, ("expert_count", "expert_shared_count")
     ),
-    "gemma4": Family("Gemma4ForCausalLM", "gemma4_text", _gemma4, ("expert_count", "final_logit_softcapping")),
+    "gemma4": Family(
+        "Gemma4ForCausalLM", "gemma4_text", _gemma4, ("expert_count", "final_logit_softcapping"), is_native=True
+    ),
     "glm4moe": Family(
         "Glm4MoeForCausalLM",
         "glm4_moe",

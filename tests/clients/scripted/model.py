@@ -53,9 +53,7 @@ class ScriptedConfig:
     """A config for scheduler and cache: a key of one number for each token."""
 
     vocab_size: int
-    num_kv_layers: int = 1
-    num_kv_heads: int = 1
-    head_dim: int = 1
+    kv_heads: tuple[tuple[int, int], ...] = ((1, 1),)
 
 
 class ScriptedModel:

@@ -237,9 +237,7 @@ def launch_all(capability: int) -> None:
                         Dense(torch.randn(512, 4096).to(dtype)), quantization=quantization, is_gated=is_gated
                     )
                 )
-        for dim, group in (
-            ((128, 0), (64, 0), (256, 0)) if is_wide else ((128, 0), (128, 64), (64, 0), (64, 64), (256, 0), (256, 64))
-        ):
+        for dim, group in itertools.product((64, 128, 256, 512), (0,) if is_wide else (0, 64)):
             try:
                 heads = Heads(32, 8, dim, norms_after_rotation=dim == 64)
                 attention = backend.make_attention(heads, Scores(0.1, 50.0 if dim == 256 else 0.0))

@@ -9,6 +9,7 @@ import torch
 from transformers import (
     Gemma2Config,
     Gemma3TextConfig,
+    Gemma4TextConfig,
     GptOssConfig,
     Olmo2Config,
     Qwen2MoeConfig,
@@ -29,6 +30,23 @@ CONFIGS = {
     "gemma2": Gemma2Config(**SIZES, **WINDOWS, attn_logit_softcapping=5.0, final_logit_softcapping=8.0),
     "gemma3": Gemma3TextConfig(
         **SIZES, **WINDOWS, rope_parameters={"full_attention": LINEAR_ROPE, "sliding_attention": LOCAL_ROPE}
+    ),
+    "gemma4": Gemma4TextConfig(
+        **SIZES,
+        sliding_window=12,
+        layer_types=["sliding_attention", "full_attention"],
+        global_head_dim=32,
+        num_global_key_value_heads=1,
+        attention_k_eq_v=True,
+        hidden_size_per_layer_input=0,
+    ),
+    "gemma4-per-layer": Gemma4TextConfig(
+        **SIZES,
+        layer_types=["full_attention", "full_attention"],
+        global_head_dim=32,
+        hidden_size_per_layer_input=16,
+        vocab_size_per_layer_input=64,
+        num_kv_shared_layers=1,
     ),
     "gpt-oss": GptOssConfig(**SIZES, sliding_window=12, num_local_experts=3, num_experts_per_tok=2),
     "olmo2": Olmo2Config(**SIZES),

@@ -105,6 +105,8 @@ def test_other_gates(activation: str) -> None:
         (BFLOAT16, AttentionCase(Heads(4, 2, 32), (11, 18), (3, 1), kv_group=8, norm="joint", scores=Scores(0.3, 5.0))),
         (BFLOAT16, AttentionCase(Heads(3, 2, 16, per_kv_head=3, num_before=2), (70, 20), (1, 9), has_sinks=True)),
         (BFLOAT16, AttentionCase(Heads(2, 1, 16), (131,), (1,))),
+        (FLOAT32, AttentionCase(Heads(2, 1, 16, kv_projections=1, has_value_norm=True), (9, 20), (3, 1))),
+        (BFLOAT16, AttentionCase(Heads(2, 1, 512, has_value_norm=True), (20,), (3,), kv_group=64, norm="heads")),
         (FLOAT32, AttentionCase(Heads(4, 2, 16), (5, 24), (1, 20))),
         (BFLOAT16, AttentionCase(Heads(4, 1, 16), (30, 80), (17, 3), window=40)),
         (FLOAT32, AttentionCase(Heads(4, 2, 16), (5, 131, 24), (1, 1, 20), window=40, has_sinks=True)),
@@ -213,8 +215,8 @@ def test_what_can_not_run_is_refused_in_one_line() -> None:
         backend.make_linear(Dense(torch.eye(32)), quantization="w4")
     with pytest.raises(StartupError, match="packed for the CPU's kernels"):
         backend.restore_linear({}, 32, 32, is_gated=False, has_bias=False, activation="silu")
-    with pytest.raises(StartupError, match="heads of 512 dimensions"):
-        backend.make_attention(Heads(2, 2, 512))
+    with pytest.raises(StartupError, match="heads of 1024 dimensions"):
+        backend.make_attention(Heads(2, 2, 1024))
     with pytest.raises(StartupError, match="can't be divided into groups of 20"):
         backend.make_kv_layer(1, 16, 1, 20, group=20)
 

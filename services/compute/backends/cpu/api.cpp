@@ -290,8 +290,7 @@ void penstock_run_layers(Context* context, const Layers* layers) {
     }
     if (l.layers[number].recurrent.inputs != nullptr) l.recurrence.workspace = take_pieces(*context, l.recurrence);
     if (l.layers[number].qkv == nullptr || l.layers[number].recurrent.inputs != nullptr) continue;
-    l.attention.cache = l.layers[number].cache;
-    l.attention.workspace = context->partials.take(context->kernels.attention_workspace(l.attention));
+    l.attention.workspace = context->partials.take(context->kernels.attention_workspace(attention_of(l, l.layers[number])));
   }
 #pragma omp parallel
   run_layers(*context, l);

@@ -2,6 +2,7 @@
 matter in which chunks a prompt came."""
 
 import ctypes
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -22,7 +23,8 @@ class NativePlan:
 
     rotation: Rotation
     attention: AttentionArguments
-    out: Tensor  # [T, heads * head_dim]: a layer's result, until the next writes its own
+    # [T, heads * head_dim], of the widest heads: a layer's result, until the next writes its own
+    out: Tensor
     ropes: tuple[CosSin, ...]
     kept: tuple[Tensor, ...]
     states: Any  # AttentionInputs'
@@ -34,29 +36,39 @@ class NativeAttention:
 
     finds_slots = False
 
-    def __init__(self, context: NativeContext, buffers: Buffers, heads: Heads, scores: Scores | None = None) -> None:
-        assert heads.are_supported
+    def __init__(
+        self,
+        context: NativeContext,
+        buffers: Buffers,
+        heads: Heads,
+        scores: Scores | None = None,
+        others: Sequence[Heads] = (),
+    ) -> None:
         self.context = context
         self.buffers = buffers
         self.heads = heads
+        self.of_ropes = (heads, *others)
+        assert all(each.are_supported for each in self.of_ropes)
         self.scores = scores or Scores.of(heads.head_dim)
 
     def plan(self, inputs: AttentionInputs, block_size: int) -> NativePlan:
-        width = max(-(-context // block_size) for context in inputs.context_lens)
-        tables = self._table("block_tables", inputs.block_tables, width)
-        lens = None if inputs.block_lens is None else self._table("block_lens", inputs.block_lens, width)
+        num_blocks = max(-(-context // block_size) for context in inputs.context_lens)
+        tables = self._table("block_tables", inputs.block_tables, num_blocks)
+        lens = None if inputs.block_lens is None else self._table("block_lens", inputs.block_lens, num_blocks)
         last_seen = None if inputs.last_seen is None else self.buffers.fill("last_seen", inputs.last_seen)
         starts = self.buffers.fill("query_starts", [0, *accumulate(inputs.query_lens)])
         contexts = self.buffers.fill("context_lens", inputs.context_lens)
         heads, num_tokens = self.heads, len(inputs.slot_mapping)
-        out = self.buffers.take("attention", (num_tokens, heads.num_heads * heads.head_dim), torch.bfloat16)
+        width = heads.num_heads * max(each.head_dim for each in self.of_ropes)
+        out = self.buffers.take("attention", (num_tokens, width), torch.bfloat16)
         rotation = Rotation(
             slots=inputs.slot_mapping.data_ptr(),
             tokens=num_tokens,
             num_heads=heads.num_heads,
             head_dim=heads.head_dim,
             rotary_dim=heads.rotary_dim or heads.head_dim,
-            norms_after_rotation=int(heads.norms_after_rotation),
+            norms_after_rotation=heads.norms_after_rotation,
+            has_value_norm=heads.has_value_norm,
         )
         attention = AttentionArguments(
             query_starts=starts.data_ptr(),
@@ -64,9 +76,8 @@ class NativeAttention:
             block_tables=tables.data_ptr(),
             block_lens=pointer(lens),
             last_seen=pointer(last_seen),
-            gate_column=(heads.num_heads + 2 * heads.num_kv_heads) * heads.head_dim if heads.has_gate else 0,
             num_sequences=len(contexts),
-            table_width=width,
+            table_width=num_blocks,
             num_heads=heads.num_heads,
             head_dim=heads.head_dim,
             sharing=heads.sharing,
@@ -74,7 +85,7 @@ class NativeAttention:
             scale=self.scores.scale,
             cap=self.scores.cap,
             out=out.data_ptr(),
-            out_stride=out.shape[1],
+            out_stride=width,
         )
         kept = (
             starts,
@@ -101,17 +112,23 @@ class NativeAttention:
         rope: int = 0,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        rotation, attention = plan.rotation, plan.attention
+        rotation, attention, heads = plan.rotation, plan.attention, self.of_ropes[rope]
         rotation.qkv = attention.queries = qkv.data_ptr()
-        rotation.cache = attention.cache = cache_rows(kv, self.heads.head_dim)
+        rotation.cache = attention.cache = cache_rows(kv, heads.head_dim)
+        rotation.head_dim = attention.head_dim = heads.head_dim
+        rotation.rotary_dim, rotation.kv_projections = heads.rotary_dim or heads.head_dim, heads.kv_projections
+        attention.sharing = heads.sharing
+        attention.gate_column = heads.num_projected * heads.head_dim if heads.has_gate else 0
+        attention.out_stride = heads.num_heads * heads.head_dim
+        out = plan.out.view(-1)[: len(qkv) * attention.out_stride].view(len(qkv), -1)
         rotation.cosines, rotation.sines = (each.data_ptr() for each in plan.ropes[rope])
         rotation.q_norm, rotation.k_norm, rotation.eps = pointer(norms[0]), pointer(norms[1]), eps
-        rotation.is_norm_joint = is_joint(norms[0], self.heads.head_dim)
+        rotation.is_norm_joint = is_joint(norms[0], heads.head_dim)
         rotation.stride = attention.query_stride = qkv.shape[1]
         attention.window, attention.sinks = window or 0, pointer(sinks)
         self.context.rotate_and_write(ctypes.byref(rotation))
         self.context.attention(ctypes.byref(attention))
-        return plan.out
+        return out
 
 
 def cache_rows(kv: Tensor, head_dim: int) -> CacheRows:

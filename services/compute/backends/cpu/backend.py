@@ -108,11 +108,11 @@ class CpuBackend:
     def group_experts(self, experts: Sequence[tuple[Linear, Linear]], num_experts: int, first: int = 0) -> None:  # noqa: ARG002
         return None
 
-    def make_attention(self, heads: Heads, scores: Scores | None = None) -> Attention:
+    def make_attention(self, heads: Heads, scores: Scores | None = None, others: Sequence[Heads] = ()) -> Attention:
         return (
-            NativeAttention(self.context, self.buffers, heads, scores)
-            if heads.are_supported
-            else self.torch.make_attention(heads, scores)
+            NativeAttention(self.context, self.buffers, heads, scores, others)
+            if all(each.are_supported for each in (heads, *others))
+            else self.torch.make_attention(heads, scores, others)
         )
 
     def make_recurrence(self, config: RecurrenceConfig) -> Recurrence:
@@ -125,10 +125,14 @@ class CpuBackend:
     def stack(
         self, layers: Sequence[LayerWeights], attention: Attention, wiring: Wiring, cut: Cut | None = None
     ) -> NativeStack | None:
-        is_native = isinstance(attention, NativeAttention) and isinstance(wiring.recurrence, NativeRecurrence | None)
-        if not is_native or not all(isinstance(layer.mlp, NativeMlp | GatheredMlp) for layer in layers):
+        are_native = all(isinstance(layer.mlp, NativeMlp | GatheredMlp) and layer.per_layer is None for layer in layers)
+        if (
+            not are_native
+            or not isinstance(attention, NativeAttention)
+            or not isinstance(wiring.recurrence, NativeRecurrence | None)
+        ):
             return None
-        return NativeStack(self.context, self.buffers, layers, wiring, cut)
+        return NativeStack(self.context, self.buffers, layers, attention.of_ropes, wiring, cut)
 
     def kv_token_bytes(self, num_kv_heads: int, head_dim: int, *, group: int) -> int:
         return self.torch.kv_token_bytes(num_kv_heads, head_dim, group=group)
@@ -166,5 +170,7 @@ class CpuBackend:
         longest = max(max_model_len, num_tokens)
         inputs = AttentionInputs([num_tokens], [longest], [(0,)], torch.zeros(num_tokens, dtype=torch.int64), ())
         plan = attention.plan(inputs, block_size=longest)
-        plan.attention.cache.num_kv_heads = attention.heads.num_kv_heads
-        self.context.reserve_attention(ctypes.byref(plan.attention))
+        for heads in attention.of_ropes:
+            plan.attention.cache.num_kv_heads = heads.num_kv_heads
+            plan.attention.head_dim, plan.attention.sharing = heads.head_dim, heads.sharing
+            self.context.reserve_attention(ctypes.byref(plan.attention))

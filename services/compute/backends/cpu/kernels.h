@@ -111,7 +111,7 @@ struct Gemm {
   void* workspace;
 };
 
-constexpr int64_t kMaxHeadDim = 256;
+constexpr int64_t kMaxHeadDim = 512;
 
 // One layer's keys and values, or their int8 codes with a float16 scale for each group of
 // dimensions. cache.inc has the layout of a head's part of a block.
@@ -163,7 +163,7 @@ struct Attention {
 
 // Norms and rotates a step's q and k, in either order, and writes k and v to the cache.
 struct Rotation {
-  // bf16 [tokens][stride], of which (num_heads + 2 * num_kv_heads) * head_dim are q, k and v; q is changed in place
+  // bf16 [tokens][stride], of which the first are q, k and v, as far as they are there; q is changed in place
   uint16_t* qkv;
   int64_t stride;
   const float *cosines, *sines;   // [tokens][rotary_dim / 2]
@@ -176,6 +176,8 @@ struct Rotation {
   int64_t rotary_dim;     // a multiple of 32; dimensions from there on are not rotated
   int64_t is_norm_joint;  // the norm is over all heads of q, and of k, not over each
   int64_t norms_after_rotation;  // of each head; else before
+  int64_t kv_projections;  // 2: k and v; 1: k, before its norm, is also the values; 0: neither, others have written them
+  int64_t has_value_norm;   // of each head of v, without a weight
 };
 
 // The recurrent layers of a model: recurrence.inc has their formulas.
@@ -226,11 +228,11 @@ struct Recurrence {
   int64_t width() const { return kind == kConvolution ? 3 * value_dim : logged() + num_heads * value_dim; }
 };
 
-// out = x + multiplier * h, of which h is normalized first if there is a norm.
+// out = scale * (x + multiplier * h), of which h is normalized first if there is a norm, and the sum rounded.
 struct Addition {
   const uint16_t *x, *h;        // bf16 [rows][k]; x null: there is nothing to add to
   const uint16_t* norm_weight;  // [k] or null
-  float eps, multiplier;
+  float eps, multiplier, scale;
   int64_t rows, k;
   uint16_t* out;  // bf16 [rows][k]
 };
@@ -285,6 +287,8 @@ struct Layer {
   int64_t rope;    // whose cosines and sines
   const float* sinks;  // Attention's
   RecurrentLayer recurrent;  // inputs null: the layer has attention
+  int64_t head_dim, sharing, rotary_dim, kv_projections;  // Attention's and Rotation's
+  float scalar;  // multiplies what leaves the layer
 };
 
 // The results of which each rank of a group has computed some columns.

@@ -82,7 +82,7 @@ class Rotation(ctypes.Structure):
         ("slots", Pointer),
         ("cache", CacheRows),
         *((name, ctypes.c_int64) for name in ("tokens", "num_heads", "head_dim", "rotary_dim", "is_norm_joint")),
-        ("norms_after_rotation", ctypes.c_int64),
+        *((name, ctypes.c_int64) for name in ("norms_after_rotation", "kv_projections", "has_value_norm")),
     ]
 
 
@@ -120,8 +120,7 @@ class Addition(ctypes.Structure):
 
     _fields_ = [
         *((name, Pointer) for name in ("x", "h", "norm_weight")),
-        ("eps", ctypes.c_float),
-        ("multiplier", ctypes.c_float),
+        *((name, ctypes.c_float) for name in ("eps", "multiplier", "scale")),
         *((name, ctypes.c_int64) for name in ("rows", "k")),
         ("out", Pointer),
     ]
@@ -147,6 +146,8 @@ class Layer(ctypes.Structure):
         ("rope", ctypes.c_int64),
         ("sinks", Pointer),
         ("recurrent", RecurrentPointers),
+        *((name, ctypes.c_int64) for name in ("head_dim", "sharing", "rotary_dim", "kv_projections")),
+        ("scalar", ctypes.c_float),
     ]
 
 

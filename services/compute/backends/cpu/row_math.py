@@ -23,17 +23,19 @@ class NativeRowMath(ExpertMath):
         self.context = context
 
     def norm(self, x: Tensor, *, weight: Tensor, eps: float) -> Tensor:
-        return self._add(None, x, weight, eps, 1.0)
+        return self._add(None, x, weight, eps, 1.0, 1.0)
 
-    def add(self, x: Tensor, h: Tensor, *, norm: Tensor | None, eps: float, multiplier: float = 1.0) -> Tensor:
-        return self._add(x, h, norm, eps, multiplier)
+    def add(
+        self, x: Tensor, h: Tensor, *, norm: Tensor | None, eps: float, multiplier: float = 1.0, scale: float = 1.0
+    ) -> Tensor:
+        return self._add(x, h, norm, eps, multiplier, scale)
 
-    def _add(self, x: Tensor | None, h: Tensor, norm: Tensor | None, eps: float, multiplier: float) -> Tensor:
-        rows, k = h.shape
-        out = torch.empty_like(h)
-        self.context.add_rows(
-            ctypes.byref(Addition(pointer(x), h.data_ptr(), pointer(norm), eps, multiplier, rows, k, out.data_ptr()))
-        )
+    def _add(
+        self, x: Tensor | None, h: Tensor, norm: Tensor | None, eps: float, multiplier: float, scale: float
+    ) -> Tensor:
+        out, factors = torch.empty_like(h), (eps, multiplier, scale)
+        rows = pointer(x), h.data_ptr(), pointer(norm), *factors, *h.shape, out.data_ptr()
+        self.context.add_rows(ctypes.byref(Addition(*rows)))
         return out
 
     def finish_logits(self, logits: Tensor, *, multiplier: float, cap: float) -> Tensor:

@@ -25,6 +25,7 @@ from services.compute.backends.cpu.library import (
 from services.compute.backends.cpu.linear import NativeLinear, NativeMlp
 from services.compute.backends.cpu.recurrent import NativeStatePlan, layer_pointers
 from services.compute.backends.gathered import GatheredLinear, GatheredMlp, own_of
+from services.compute.backends.torch.attention import Heads
 from services.compute.backends.torch.recurrent import StateLayer
 from services.compute.ranks.parallel.ranks import Cut
 from services.compute.ranks.parallel.share import UNIT
@@ -40,10 +41,11 @@ class NativeStack:
         context: NativeContext,
         buffers: Buffers,
         layers: Sequence[LayerWeights],
+        heads: Sequence[Heads],
         wiring: Wiring,
         cut: Cut | None = None,
     ) -> None:
-        """layers: of one context, with its MLPs."""
+        """layers: of one context, with its MLPs; heads: of the layers of each rope."""
         self.context = context
         self.buffers = buffers
         self.wiring = wiring
@@ -52,6 +54,7 @@ class NativeStack:
         self.layers = (Layer * len(layers))()
         self.caches: Sequence[LayerCache] = ()
         self.hidden_size: int = wiring.hidden_size
+        self.heads = [heads[rope] for rope in wiring.ropes]
         self.qkv_width = 0  # of the layer with the most
         for each, layer, window, rope in zip(self.layers, layers, wiring.windows, wiring.ropes, strict=True):
             linears = linears_of(layer)
@@ -75,11 +78,14 @@ class NativeStack:
                 )
             )
             each.window, each.rope, each.sinks = window or 0, rope, pointer(layer.sinks)
+            own = heads[rope]
+            each.head_dim, each.sharing, each.rotary_dim = own.head_dim, own.sharing, own.rotary_dim or own.head_dim
+            each.kv_projections, each.scalar = own.kv_projections, layer.scalar
 
     def __call__(self, x: Tensor, caches: Sequence[LayerCache], plan: NativePlan, taps: Taps | None = None) -> Tensor:
         rotation, attention = plan.rotation, plan.attention
         if caches is not self.caches:
-            self._point_to(caches, rotation.head_dim)
+            self._point_to(caches)
         qkv, h = self._take(len(x))
         group = None
         if self.team is not None:
@@ -136,14 +142,14 @@ class NativeStack:
             )
         return self.buffers.take("qkv", (num_tokens, self.qkv_width), torch.bfloat16), h
 
-    def _point_to(self, caches: Sequence[LayerCache], head_dim: int) -> None:
-        for each, layer, cache in zip(self.layers, self.weights, caches, strict=True):
+    def _point_to(self, caches: Sequence[LayerCache]) -> None:
+        for each, layer, heads, cache in zip(self.layers, self.weights, self.heads, caches, strict=True):
             if isinstance(cache, StateLayer):
                 assert layer.recurrent is not None
                 each.recurrent = layer_pointers(layer.recurrent, cache)
                 continue
-            each.cache = cache_rows(cache, head_dim)
-            each.norms.is_qk_joint = is_joint(layer.norms.q, head_dim)
+            each.cache = cache_rows(cache, heads.head_dim)
+            each.norms.is_qk_joint = is_joint(layer.norms.q, heads.head_dim)
         self.caches = caches
 
 

@@ -1,6 +1,7 @@
 """Attention over the paged cache: what launches kernels/attention.py, and the layout of its
 cache."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,12 +22,12 @@ from shared.model.arrays import Array
 from shared.model.segments import MAX_SEGMENTS, SEGMENT_MULTIPLE
 from shared.process.errors import StartupError
 
-ROWS = 64  # of a tile: queries times the query heads that share a KV head
+ROWS = 64  # of a tile: queries times the query heads that share a KV head; of wide heads half as many
 RANGE = 512  # positions whose results are merged in order, at first: a multiple of the keys of a block
 # programs among which a token's ranges are divided: at most, and at least, where all tokens have
 # PROGRAMS of them together
 SPLITS, MIN_SPLITS, PROGRAMS = 16, 4, 4096
-MAX_HEAD_DIM = 256
+MAX_HEAD_DIM, WIDE_HEAD_DIM = 512, 256  # heads are wide if they have more than the latter
 HEADS = 16  # that a program rotates
 SMALLEST_BLOCK = 16  # tokens: --block-size is a multiple of it
 FOUND_AT_ONCE = 256  # slots
@@ -44,15 +45,26 @@ def count_ranges(num_positions: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
+class AttentionWork:
+    """The tiles of a step, and the memory, of attention with some heads."""
+
+    # [4, tiles]: first token, number of queries (0: padding), sequence, and the first query's place
+    # in `parts`
+    tiles: Tensor
+    num_split: int  # tiles whose ranges are divided
+    out: Tensor  # [tokens, heads * head_dim]: a layer's result, until the next writes its own
+    parts: Tensor  # [parts, heads, ranges, head_dim] float32
+    stats: Tensor  # [parts, heads, ranges, 2] float32
+
+
+@dataclass(frozen=True, slots=True)
 class CudaPlan:
     """A step's tiles: those whose ranges are divided among programs, then chunks. The first are of
     single tokens. If all rows are short, as they are without prompts, they are of all rows: then
     all is padded to a bucket, and where it lies and how large it is depends on `shape` alone. Such
     a step can be recorded. Numbers are int32."""
 
-    # [4, tiles]: first token, number of queries (0: padding), sequence, and the first query's place
-    # in `parts`
-    tiles: Tensor
+    works: tuple[AttentionWork, ...]  # of the heads of each rope
     merged: Tensor  # [2, parts]: of each part its token, and how many tokens that sees (0: padding)
     # [sequences, 4]: tokens after the step, the first token in the step less its position, the row
     # of `tables`, and that position
@@ -62,11 +74,7 @@ class CudaPlan:
     last_seen: Tensor | None  # [T], see AttentionInputs
     num_tokens: Tensor  # [1]: of the step, without padding
     slots: Tensor  # [T] int64
-    num_split: int  # tiles whose ranges are divided
     block_size: int
-    out: Tensor  # [tokens, heads * head_dim]: a layer's result, until the next writes its own
-    parts: Tensor  # [parts, heads, ranges, head_dim] float32
-    stats: Tensor  # [parts, heads, ranges, 2] float32
     ropes: tuple[CosSin, ...]
     is_recordable: bool
     states: Any  # AttentionInputs'
@@ -74,7 +82,7 @@ class CudaPlan:
     @property
     def shape(self) -> tuple[int, bool]:
         """Tokens, padding included, and whether some blocks are tokens in part only."""
-        return len(self.out), self.block_lens is not None
+        return len(self.works[0].out), self.block_lens is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,26 +116,28 @@ class CudaAttention:
 
     finds_slots = True
 
-    def __init__(self, buffers: CudaBuffers, dtype: torch.dtype, heads: Heads, scores: Scores | None = None) -> None:
+    def __init__(
+        self,
+        buffers: CudaBuffers,
+        dtype: torch.dtype,
+        heads: Heads,
+        scores: Scores | None = None,
+        others: Sequence[Heads] = (),
+    ) -> None:
         """Raises StartupError for heads that the kernels' tiles don't hold."""
-        if heads.head_dim > MAX_HEAD_DIM or heads.sharing > ROWS:
-            raise StartupError(
-                f"heads of {heads.head_dim} dimensions, {heads.sharing} to a KV head: attention on a GPU takes up to "
-                f"{MAX_HEAD_DIM} dimensions and {ROWS} heads"
-            )
+        self.of_ropes = (heads, *others)
+        for each in self.of_ropes:
+            if each.head_dim > MAX_HEAD_DIM or each.sharing > rows_of(each):
+                raise StartupError(
+                    f"heads of {each.head_dim} dimensions, {each.sharing} to a KV head: attention on a GPU takes up "
+                    f"to {MAX_HEAD_DIM} dimensions and {rows_of(each)} heads"
+                )
         self.buffers = buffers
         self.tables = BlockTables(buffers)
         self.num_ranges = 0  # of the longest context that there is room for
         self.dtype = dtype
         self.heads = heads
         self.scores = scores or Scores.of(heads.head_dim)
-        self.places: int = triton.next_power_of_2(heads.sharing)
-        self.dim: int = max(triton.next_power_of_2(heads.head_dim), 16)
-
-    @property
-    def queries(self) -> int:
-        """Queries of a chunk's tile."""
-        return ROWS // self.places
 
     def reserve(self, num_sequences: int, num_tokens: int, longest: int) -> None:
         """Make room for any step of so many sequences and tokens, of contexts of up to `longest`
@@ -135,7 +145,7 @@ class CudaAttention:
         self.tables.reserve(num_sequences, -(-(longest + MAX_HOLES) // SMALLEST_BLOCK))
         self.num_ranges = max(self.num_ranges, count_ranges(longest + MAX_HOLES))
         num_rows = max(num_tokens, pad_to_bucket(max(num_sequences, MAX_TOKENS)))
-        self.buffers.reserve("attention plan", 1 + (4 + 2 + 4) * num_rows, torch.int32)
+        self.buffers.reserve("attention plan", 1 + (4 * len(self.of_ropes) + 2 + 4) * num_rows, torch.int32)
         self.buffers.reserve("last seen", num_tokens, torch.int32)
         self._take(num_rows, pad_to_bucket(max(num_sequences, MAX_TOKENS)))
         self.buffers.take("slots", (num_rows,), torch.int64)
@@ -163,17 +173,21 @@ class CudaAttention:
             ],
             1,
         )
-        made = make_tiles(lens, ends - lens, starts, is_single | is_recordable, self.queries)
-        pieces = [made.tiles, made.merged, contexts]
+        by_queries = {
+            queries: make_tiles(lens, ends - lens, starts, is_single | is_recordable, queries)
+            for queries in {rows_of(heads) // places_of(heads) for heads in self.of_ropes}
+        }
+        made = [by_queries[rows_of(heads) // places_of(heads)] for heads in self.of_ropes]
+        pieces = [made[0].merged, contexts, *(each.tiles for each in made)]
         if is_recordable:
             pieces = [
                 np.pad(each, [(0, num_rows - size if axis == along else 0) for axis, size in enumerate(each.shape)])
-                for each, along in zip(pieces, (1, 1, 0), strict=True)
+                for each, along in zip(pieces, (1, 0, *(1 for _ in made)), strict=True)
             ]
         filled = self.buffers.fill("attention plan", np.concatenate([[num_tokens], *pieces], axis=None), torch.int32)
         last_seen = None if inputs.last_seen is None else self.buffers.fill("last seen", inputs.last_seen, torch.int32)
         num_tokens_at, *held = torch.split(filled, [1, *(each.size for each in pieces)])
-        tiles_at, merged_at, contexts_at = (each.view(piece.shape) for each, piece in zip(held, pieces, strict=True))
+        merged_at, contexts_at, *tiles_at = (each.view(piece.shape) for each, piece in zip(held, pieces, strict=True))
         slots = inputs.slot_mapping
         if not len(slots):
             slots = self.buffers.take("slots", (num_rows,), torch.int64)
@@ -187,9 +201,12 @@ class CudaAttention:
                 BLOCK=FOUND_AT_ONCE,
                 num_warps=4,
             )
-        out, parts, stats = self._take(num_rows, pieces[1].shape[1])
+        works = tuple(
+            AttentionWork(tiles, num_rows if is_recordable else each.num_split, *taken)
+            for tiles, each, taken in zip(tiles_at, made, self._take(num_rows, pieces[0].shape[1]), strict=True)
+        )
         return CudaPlan(
-            tiles_at,
+            works,
             merged_at,
             contexts_at,
             self.tables.held[0],
@@ -197,24 +214,27 @@ class CudaAttention:
             last_seen,
             num_tokens_at,
             slots,
-            num_rows if is_recordable else made.num_split,
             block_size,
-            out,
-            parts,
-            stats,
             inputs.ropes,
             is_recordable,
             inputs.states,
         )
 
-    def _take(self, num_rows: int, num_parts: int) -> tuple[Tensor, Tensor, Tensor]:
-        """CudaPlan's out, parts and stats."""
-        heads, parts = self.heads, (num_parts, self.heads.num_heads, self.num_ranges)
-        return (
-            self.buffers.take("attention", (num_rows, heads.num_heads * heads.head_dim), self.dtype),
-            self.buffers.take("attention parts", (*parts, heads.head_dim), torch.float32),
-            self.buffers.take("attention stats", (*parts, 2), torch.float32),
-        )
+    def _take(self, num_rows: int, num_parts: int) -> list[tuple[Tensor, Tensor, Tensor]]:
+        """The out, parts and stats of each AttentionWork, all in the memory of the widest."""
+        num_heads, widest = self.heads.num_heads, max(each.head_dim for each in self.of_ropes)
+        parts = num_parts, num_heads, self.num_ranges
+        out = self.buffers.take("attention", (num_rows, num_heads * widest), self.dtype).view(-1)
+        of_parts = self.buffers.take("attention parts", (*parts, widest), torch.float32).view(-1)
+        stats = self.buffers.take("attention stats", (*parts, 2), torch.float32)
+        return [
+            (
+                out[: out.numel() // widest * each.head_dim].view(num_rows, num_heads * each.head_dim),
+                of_parts[: of_parts.numel() // widest * each.head_dim].view(*parts, each.head_dim),
+                stats,
+            )
+            for each in self.of_ropes
+        ]
 
     def __call__(
         self,
@@ -228,7 +248,9 @@ class CudaAttention:
         rope: int = 0,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        heads, shape = self.heads, self._shape(kv, plan.block_size)
+        heads, work = self.of_ropes[rope], plan.works[rope]
+        shape = shape_of(heads, kv, plan.block_size)
+        places, rows, dim = places_of(heads), rows_of(heads), max(triton.next_power_of_2(heads.head_dim), 16)
         qkv, gate = split_gate(qkv, heads)
         q_norm, k_norm = norms
         # of all heads together
@@ -240,7 +262,7 @@ class CudaAttention:
         scales = kv.view(torch.float16) if shape["GROUP"] else None
         strides = (kv.stride(0), kv.stride(1))
         cos, sin = plan.ropes[rope]
-        num_heads = heads.num_heads + 2 * heads.num_kv_heads
+        num_heads = heads.num_heads + (2 * heads.num_kv_heads if heads.kv_projections else 0)
         tile = min(HEADS, triton.next_power_of_2(num_heads))
         kernels.rotate_and_write[(len(qkv), triton.cdiv(num_heads, tile))](
             qkv,
@@ -251,23 +273,26 @@ class CudaAttention:
             plan.slots,
             plan.num_tokens,
             q_norm,
-            k_norm,
+            q_norm if k_norm is None else k_norm,
             eps,
             *strides,
             **shape,
             NUM_HEADS=heads.num_heads,
             ROTARY_DIM=heads.rotary_dim or heads.head_dim,
             NORMS_AFTER_ROTATION=heads.norms_after_rotation,
+            KV_PROJECTIONS=heads.kv_projections,
+            HAS_VALUE_NORM=heads.has_value_norm,
             HEADS=tile,
-            DIM=self.dim,
-            num_warps=warps_of(tile * self.dim),
+            DIM=dim,
+            num_warps=warps_of(tile * dim),
             enable_fp_fusion=True,
         )
-        num_tiles, num_ranges, window = plan.tiles.shape[1], plan.parts.shape[2], window or EVERYTHING
-        max_splits = min(SPLITS, num_ranges, max(MIN_SPLITS, PROGRAMS // max(plan.num_split * heads.num_kv_heads, 1)))
-        keys = 64 if self.dim <= 128 and self.dtype.itemsize == 2 else 32
-        flat = plan.tiles.view(-1)
-        for first, count, splits in ((0, plan.num_split, max_splits), (plan.num_split, num_tiles - plan.num_split, 0)):
+        num_tiles, num_ranges, window = work.tiles.shape[1], work.parts.shape[2], window or EVERYTHING
+        max_splits = min(SPLITS, num_ranges, max(MIN_SPLITS, PROGRAMS // max(work.num_split * heads.num_kv_heads, 1)))
+        is_wide = dim > WIDE_HEAD_DIM
+        keys = 16 if is_wide else 64 if dim <= 128 and self.dtype.itemsize == 2 else 32
+        flat = work.tiles.view(-1)
+        for first, count, splits in ((0, work.num_split, max_splits), (work.num_split, num_tiles - work.num_split, 0)):
             if count:
                 kernels.attend[(count, heads.num_kv_heads, max(splits, 1))](
                     qkv,
@@ -279,9 +304,9 @@ class CudaAttention:
                     plan.block_lens,
                     plan.last_seen,
                     sinks,
-                    plan.out,
-                    plan.parts,
-                    plan.stats,
+                    work.out,
+                    work.parts,
+                    work.stats,
                     num_tiles,
                     plan.tables.shape[1],
                     num_ranges,
@@ -291,27 +316,28 @@ class CudaAttention:
                     self.scores.cap,
                     **shape,
                     NUM_HEADS=heads.num_heads,
+                    PROJECTED=heads.num_projected,
                     SHARING=heads.sharing,
                     NUM_BEFORE=heads.num_before,
-                    PLACES=self.places,
-                    ROWS=ROWS,
+                    PLACES=places,
+                    ROWS=rows,
                     KEYS=keys,
-                    DIM=self.dim,
+                    DIM=dim,
                     RANGE=RANGE,
                     IS_SPLIT=splits > 0,
                     HAS_CAP=self.scores.cap != 0.0,
-                    num_warps=4 if self.dim <= 128 else 8,
-                    num_stages=1 if shape["GROUP"] else 2,
+                    num_warps=4 if dim <= 128 else 8,
+                    num_stages=1 if shape["GROUP"] or is_wide else 2,
                     enable_fp_fusion=False,
                 )
-        if plan.num_split:
+        if work.num_split:
             num_parts = plan.merged.shape[1]
             kernels.merge_ranges[(num_parts, heads.num_kv_heads)](
                 plan.merged,
-                plan.parts,
-                plan.stats,
+                work.parts,
+                work.stats,
                 sinks,
-                plan.out,
+                work.out,
                 num_parts,
                 num_ranges,
                 window,
@@ -319,22 +345,34 @@ class CudaAttention:
                 SHARING=heads.sharing,
                 NUM_BEFORE=heads.num_before,
                 HEAD_DIM=heads.head_dim,
-                PLACES=self.places,
-                DIM=self.dim,
+                PLACES=places,
+                DIM=dim,
                 RANGE=RANGE,
                 num_warps=4,
                 enable_fp_fusion=False,
             )
-        out = plan.out[: len(qkv)]
+        out = work.out[: len(qkv)]
         return out if gate is None else gate_heads(out, gate)
 
-    def _shape(self, kv: Tensor, block_size: int) -> dict[str, int]:
-        heads = self.heads
-        row = kv.shape[2] // (heads.num_kv_heads * block_size)
-        group = 2 * heads.head_dim // (row - heads.head_dim) if kv.dtype == torch.int8 else 0
-        return {
-            "NUM_KV_HEADS": heads.num_kv_heads,
-            "HEAD_DIM": heads.head_dim,
-            "BLOCK_SIZE": block_size,
-            "GROUP": group,
-        }
+
+def places_of(heads: Heads) -> int:
+    """The rows of a tile that a query takes."""
+    places: int = triton.next_power_of_2(heads.sharing)
+    return places
+
+
+def rows_of(heads: Heads) -> int:
+    """The rows of a tile."""
+    return ROWS // 2 if heads.head_dim > WIDE_HEAD_DIM else ROWS
+
+
+def shape_of(heads: Heads, kv: Tensor, block_size: int) -> dict[str, int]:
+    """The constants of both kernels that read a layer's cache."""
+    row = kv.shape[2] // (heads.num_kv_heads * block_size)
+    group = 2 * heads.head_dim // (row - heads.head_dim) if kv.dtype == torch.int8 else 0
+    return {
+        "NUM_KV_HEADS": heads.num_kv_heads,
+        "HEAD_DIM": heads.head_dim,
+        "BLOCK_SIZE": block_size,
+        "GROUP": group,
+    }

@@ -159,14 +159,15 @@ class CudaBackend:
             else None
         )
 
-    def make_attention(self, heads: Heads, scores: Scores | None = None) -> CudaAttention:
-        if self.dtype == torch.float32 and heads.head_dim > WIDEST_FLOAT32 and self.capability in LITTLE_SHARED_MEMORY:
+    def make_attention(self, heads: Heads, scores: Scores | None = None, others: Sequence[Heads] = ()) -> CudaAttention:
+        widest = max(each.head_dim for each in (heads, *others))
+        if self.dtype == torch.float32 and widest > WIDEST_FLOAT32 and self.capability in LITTLE_SHARED_MEMORY:
             found = version_of(self.capability)
             raise StartupError(
-                f"--dtype float32: heads of {heads.head_dim} dimensions do not fit into the shared memory of compute "
+                f"--dtype float32: heads of {widest} dimensions do not fit into the shared memory of compute "
                 f"capability {found}"
             )
-        return CudaAttention(self.buffers, self.dtype, heads, scores)
+        return CudaAttention(self.buffers, self.dtype, heads, scores, others)
 
     def make_recurrence(self, config: RecurrenceConfig) -> TorchRecurrence:
         return TorchRecurrence(config, self.device)
@@ -175,7 +176,9 @@ class CudaBackend:
         self, layers: Sequence[LayerWeights], attention: Attention, wiring: Wiring, cut: Cut | None = None
     ) -> CudaStack | None:
         assert isinstance(attention, CudaAttention)
-        if cut is not None or not all(layer.mlp.is_recordable and layer.recurrent is None for layer in layers):
+        if cut is not None or not all(
+            layer.mlp.is_recordable and layer.recurrent is None and layer.per_layer is None for layer in layers
+        ):
             return None
         return CudaStack(self.buffers, self.row_math, layers, attention, wiring, self.make_recorder)
 
@@ -252,15 +255,18 @@ class CudaBackend:
         memory in which the largest works, and the driver keeps something of each. It takes memory
         chunk by chunk, so a few recordings may show none."""
         assert isinstance(step.attention, CudaAttention)
-        heads, sizes = step.attention.heads, recorded_sizes(step.num_logits)
-        kv = self.make_kv_layer(1, SMALLEST_BLOCK, heads.num_kv_heads, heads.head_dim, group=0)
+        sizes = recorded_sizes(step.num_logits)
+        kv = [
+            self.make_kv_layer(1, SMALLEST_BLOCK, heads.num_kv_heads, heads.head_dim, group=0)
+            for heads in step.attention.of_ropes
+        ]
         record, held = self.make_recorder(), []
 
         def make(size: int) -> Callable[[], Tensor]:
             assert isinstance(step.stack, CudaStack) and isinstance(step.attention, CudaAttention)
             x = torch.zeros((size, step.hidden_size), dtype=self.dtype, device=self.device)
-            plan = self._plan(step.attention, [1] * size, num_ropes=max(step.stack.wiring.ropes) + 1)
-            return partial(step.stack.run, x, [kv] * len(step.stack.layers), plan)
+            plan = self._plan(step.attention, [1] * size)
+            return partial(step.stack.run, x, [kv[rope] for rope in step.stack.wiring.ropes], plan)
 
         make(sizes[0])()  # compiles what is missing
         torch.cuda.empty_cache()  # a recording begins so: what that gives back is not the recording's
@@ -294,14 +300,14 @@ class CudaBackend:
                 x = torch.zeros((num_tokens, hidden), dtype=self.dtype, device=self.device)
                 mlp(x, norm=torch.ones_like(x[0]), eps=1e-6)
         assert isinstance(step.attention, CudaAttention)
-        heads = step.attention.heads
         num_blocks = -(-step.num_tokens // SMALLEST_BLOCK)
-        kv = self.make_kv_layer(num_blocks, SMALLEST_BLOCK, heads.num_kv_heads, heads.head_dim, group=0)
-        for lens in ([1], [step.num_tokens]):
-            plan = self._plan(step.attention, lens)
-            width = (heads.num_heads + 2 * heads.num_kv_heads) * heads.head_dim
-            qkv = torch.zeros((sum(lens), width), dtype=self.dtype, device=self.device)
-            step.attention(qkv, kv, plan, window=None, norms=(None, None), eps=1e-6)
+        for rope, heads in enumerate(step.attention.of_ropes):
+            kv = self.make_kv_layer(num_blocks, SMALLEST_BLOCK, heads.num_kv_heads, heads.head_dim, group=0)
+            for lens in ([1], [step.num_tokens]):
+                plan = self._plan(step.attention, lens)
+                width = (heads.num_projected + heads.num_heads * heads.has_gate) * heads.head_dim
+                qkv = torch.zeros((sum(lens), width), dtype=self.dtype, device=self.device)
+                step.attention(qkv, kv, plan, window=None, norms=(None, None), eps=1e-6, rope=rope)
         if not isinstance(step.head, CudaLinear):
             return  # it is elsewhere, and so is the search
         logits = step.head.logits(torch.zeros((step.num_logits, step.head.k), dtype=self.dtype, device=self.device))
@@ -312,15 +318,17 @@ class CudaBackend:
             wanted = SearchRequest([SamplingParams()] * step.num_logits, seeds, positions, listed, every, every)
             self.row_search.start(logits, wanted).read()
 
-    def _plan(self, attention: CudaAttention, lens: list[int], *, num_ropes: int = 1) -> CudaPlan:
+    def _plan(self, attention: CudaAttention, lens: list[int]) -> CudaPlan:
         """The plan of a step of so many tokens of each sequence, which begins with them."""
-        heads, num_tokens = attention.heads, sum(lens)
+        num_tokens = sum(lens)
         table = tuple(range(-(-max(lens) // SMALLEST_BLOCK)))
-        shape = num_tokens, (heads.rotary_dim or heads.head_dim) // 2
-        ropes = self.buffers.take("cos 0", shape, torch.float32), self.buffers.take("sin 0", shape, torch.float32)
-        inputs = AttentionInputs(
-            lens, lens, [table] * len(lens), torch.zeros(0, dtype=torch.int64, device=self.device), (ropes,) * num_ropes
-        )
+        ropes = []
+        for number, heads in enumerate(attention.of_ropes):
+            shape = num_tokens, (heads.rotary_dim or heads.head_dim) // 2
+            cos, sin = (self.buffers.take(f"{which} {number}", shape, torch.float32) for which in ("cos", "sin"))
+            ropes.append((cos, sin))
+        slots = torch.zeros(0, dtype=torch.int64, device=self.device)
+        inputs = AttentionInputs(lens, lens, [table] * len(lens), slots, tuple(ropes))
         plan = attention.plan(inputs, SMALLEST_BLOCK)
         self.buffers.upload()
         return plan

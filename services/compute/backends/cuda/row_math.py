@@ -30,9 +30,10 @@ def prepare(
     eps: float = 0.0,
     x: Tensor | None = None,
     multiplier: float = 1.0,
+    scale: float = 1.0,
     out: Tensor | None = None,
 ) -> Tensor:
-    """x + multiplier * norm(h). h, x: [T, k], h perhaps columns of a wider tensor; out: of h's
+    """scale * (x + multiplier * norm(h)). h, x: [T, k], h perhaps columns of a wider tensor; out: of h's
     strides, a new tensor by default, or h itself."""
     out = torch.empty_like(h, memory_format=torch.contiguous_format) if out is None else out
     assert h.stride() == out.stride() and h.stride(1) == 1
@@ -50,6 +51,7 @@ def prepare(
         k,
         eps,
         multiplier,
+        scale,
         0,
         GROUP=0,
         BLOCK=block,
@@ -82,6 +84,7 @@ def quantize(
         k,
         eps,
         1.0,
+        1.0,
         num_groups,
         GROUP=group if num_groups > 1 else block,
         BLOCK=block,
@@ -102,8 +105,10 @@ class CudaRowMath:
     def norm(self, x: Tensor, *, weight: Tensor, eps: float) -> Tensor:
         return prepare(x, norm=weight, eps=eps)
 
-    def add(self, x: Tensor, h: Tensor, *, norm: Tensor | None, eps: float, multiplier: float = 1.0) -> Tensor:
-        return prepare(h, norm=norm, eps=eps, x=x, multiplier=multiplier)
+    def add(
+        self, x: Tensor, h: Tensor, *, norm: Tensor | None, eps: float, multiplier: float = 1.0, scale: float = 1.0
+    ) -> Tensor:
+        return prepare(h, norm=norm, eps=eps, x=x, multiplier=multiplier, scale=scale)
 
     def choose_experts(
         self, logits: Tensor, router: RouterConfig, correction: Tensor | None = None

@@ -62,9 +62,8 @@ class CudaStack:
                 x = layer.mlp(x, norm=norms.before_mlp, eps=wiring.eps)
             else:
                 x = self._add(x, layer.output(h), norms.after_attention)
-                x = self._add(
-                    x, layer.mlp(x, norm=norms.before_mlp, eps=wiring.eps, has_residual=False), norms.after_mlp
-                )
+                h = layer.mlp(x, norm=norms.before_mlp, eps=wiring.eps, has_residual=False)
+                x = self._add(x, h, norms.after_mlp, layer.scalar)
         if taps is not None:
             taps.keep(len(self.layers), x)
         return x
@@ -74,5 +73,6 @@ class CudaStack:
         assert isinstance(qkv, CudaLinear)
         self.buffers.take("stack", (num_tokens, qkv.k), qkv.dtype)
 
-    def _add(self, x: Tensor, h: Tensor, norm: Tensor | None) -> Tensor:
-        return self.row_math.add(x, h, norm=norm, eps=self.wiring.eps, multiplier=self.wiring.residual_multiplier)
+    def _add(self, x: Tensor, h: Tensor, norm: Tensor | None, scale: float = 1.0) -> Tensor:
+        multiplier = self.wiring.residual_multiplier
+        return self.row_math.add(x, h, norm=norm, eps=self.wiring.eps, multiplier=multiplier, scale=scale)

@@ -1,6 +1,7 @@
 """Attention over the paged cache: what it needs to know of a step, and how it is done in plain
 torch."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -9,11 +10,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from services.compute.backends.torch.reference import RANGE, Scores, norm_heads, paged_attention, rotary, write_kv
+from services.compute.backends.torch.reference import (
+    RANGE,
+    Scores,
+    norm_heads,
+    paged_attention,
+    rms_norm,
+    rotary,
+    write_kv,
+)
 
 CosSin = tuple[Tensor, Tensor]  # cos and sin of the step's positions, [T, rotary_dim / 2] float32
 
-MAX_NATIVE_HEAD_DIM, MAX_NATIVE_GROUP = 256, 32
+MAX_NATIVE_HEAD_DIM, MAX_NATIVE_GROUP = 512, 32
 PIECE = 64  # tokens of a sequence that are computed together
 
 
@@ -32,6 +41,15 @@ class Heads:
     norms_after_rotation: bool = False  # of each head of q and k; else before
     # the results are multiplied by the sigmoid of as many more columns, behind those of v
     has_gate: bool = False
+    # 2: there are columns of k and of v; 1: of k alone, which before their norm are also the values; 0: of neither,
+    # and the cache has them already
+    kv_projections: int = 2
+    has_value_norm: bool = False  # of each head of v, without a weight
+
+    @property
+    def num_projected(self) -> int:
+        """The heads of q, k and v in a row."""
+        return self.num_heads + self.kv_projections * self.num_kv_heads
 
     @property
     def sharing(self) -> int:
@@ -99,9 +117,10 @@ class TorchAttention:
 
     finds_slots = False
 
-    def __init__(self, heads: Heads, scores: Scores | None = None) -> None:
-        """scores: Scores.of(heads.head_dim) if there are none."""
+    def __init__(self, heads: Heads, scores: Scores | None = None, others: Sequence[Heads] = ()) -> None:
+        """scores: Scores.of(heads.head_dim) if there are none; others: see make_attention."""
         self.heads = heads
+        self.of_ropes = (heads, *others)
         self.scores = scores or Scores.of(heads.head_dim)
 
     def plan(self, inputs: AttentionInputs, block_size: int) -> TorchPlan:
@@ -157,22 +176,29 @@ class TorchAttention:
     ) -> Tensor:
         """Normalize and rotate q and k, write K and V, attend.
 
-        qkv: [T, (heads + 2 kv_heads) * head_dim], or with a gate heads * head_dim more, may be
-        overwritten; kv: a layer's cache [2, blocks, kv_heads, block_size, head_dim]; window: how many
-        tokens back each sees; norms: of q and k, where the model has them, [head_dim] for each head,
-        or [heads * head_dim] for all together; rope: which of the plan's; sinks: [heads] float32, see
-        paged_attention. Returns [T, heads * head_dim].
+        qkv: [T, (heads + kv_projections * kv_heads) * head_dim], with a gate heads * head_dim more, may be
+        overwritten; kv: a layer's cache [2, blocks, kv_heads, block_size, head_dim];
+        window: how many tokens back each sees; norms: of q and k, where the model has them, [head_dim] for
+        each head, or [heads * head_dim] for all together; rope: which of the plan's, with its heads; sinks:
+        [heads] float32, see paged_attention. Returns [T, heads * head_dim].
         """
-        heads, inputs = self.heads, plan.inputs
-        sizes = [heads.num_heads, heads.num_kv_heads, heads.num_kv_heads, heads.num_heads * heads.has_gate]
+        heads, inputs = self.of_ropes[rope], plan.inputs
+        num_keys = heads.num_kv_heads * (heads.kv_projections > 0)
+        num_values = heads.num_kv_heads * (heads.kv_projections > 1)
+        sizes = [heads.num_heads, num_keys, num_values, heads.num_heads * heads.has_gate]
         q, k, v, gate = qkv.view(len(qkv), -1, heads.head_dim).split_with_sizes(sizes, dim=1)
         cos, sin = (each[:, None] for each in inputs.ropes[rope])
-        if not heads.norms_after_rotation:
-            q, k = norm_heads(q, norms[0], eps), norm_heads(k, norms[1], eps)
-        q, k = rotary(q, cos, sin), rotary(k, cos, sin)
-        if heads.norms_after_rotation:
-            q, k = norm_heads(q, norms[0], eps), norm_heads(k, norms[1], eps)
-        write_kv(kv, k, v, inputs.slot_mapping)
+
+        def turned(x: Tensor, norm: Tensor | None) -> Tensor:
+            x = x if heads.norms_after_rotation else norm_heads(x, norm, eps)
+            x = rotary(x, cos, sin)
+            return norm_heads(x, norm, eps) if heads.norms_after_rotation else x
+
+        if heads.kv_projections:
+            v = v if heads.kv_projections > 1 else k
+            v = rms_norm(v, None, eps) if heads.has_value_norm else v
+            write_kv(kv, turned(k, norms[1]), v, inputs.slot_mapping)
+        q = turned(q, norms[0])
         # zeros in the places of query heads that are elsewhere
         missing = heads.num_before, heads.num_kv_heads * heads.sharing - heads.num_before - heads.num_heads
         q, sinks = F.pad(q, (0, 0, *missing)), None if sinks is None else F.pad(sinks, missing)
@@ -193,5 +219,5 @@ def gate_heads(x: Tensor, gate: Tensor) -> Tensor:
 
 def split_gate(qkv: Tensor, heads: Heads) -> tuple[Tensor, Tensor | None]:
     """q, k and v, [T, (heads + 2 kv_heads) * head_dim], and a gate's columns behind them, if there is one."""
-    size = (heads.num_heads + 2 * heads.num_kv_heads) * heads.head_dim
+    size = heads.num_projected * heads.head_dim
     return (qkv[:, :size].contiguous(), qkv[:, size:]) if heads.has_gate else (qkv, None)

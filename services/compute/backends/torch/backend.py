@@ -77,8 +77,10 @@ class TorchBackend:
     def group_experts(self, experts: Sequence[tuple[Linear, Linear]], num_experts: int, first: int = 0) -> None:  # noqa: ARG002
         return None
 
-    def make_attention(self, heads: Heads, scores: Scores | None = None) -> TorchAttention:
-        return TorchAttention(heads, scores)
+    def make_attention(
+        self, heads: Heads, scores: Scores | None = None, others: Sequence[Heads] = ()
+    ) -> TorchAttention:
+        return TorchAttention(heads, scores, others)
 
     def make_recurrence(self, config: RecurrenceConfig) -> TorchRecurrence:
         return TorchRecurrence(config, self.device)

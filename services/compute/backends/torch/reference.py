@@ -168,12 +168,12 @@ def round_int4(weights: Tensor, steps: Tensor, zeros: Tensor, scales: Tensor) ->
     )
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x / sqrt(mean(x^2) + eps) * weight over the last dimension, in float32 (Zhang and Sennrich
-    2019). x: [..., hidden]."""
+def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
+    """x / sqrt(mean(x^2) + eps) over the last dimension, in float32 (Zhang and Sennrich 2019), times the
+    weight if there is one. x: [..., hidden]."""
     wide = x.float()
-    normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-    return normed.to(x.dtype) * weight
+    normed = (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype)
+    return normed if weight is None else normed * weight
 
 
 def norm_heads(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:

@@ -60,8 +60,11 @@ class TorchRowMath(ExpertMath):
     def norm(self, x: Tensor, *, weight: Tensor, eps: float) -> Tensor:
         return rms_norm(x, weight, eps)
 
-    def add(self, x: Tensor, h: Tensor, *, norm: Tensor | None, eps: float, multiplier: float = 1.0) -> Tensor:
-        return add_scaled(x, h, norm, eps, multiplier)
+    def add(
+        self, x: Tensor, h: Tensor, *, norm: Tensor | None, eps: float, multiplier: float = 1.0, scale: float = 1.0
+    ) -> Tensor:
+        total = add_scaled(x, h, norm, eps, multiplier)
+        return total if scale == 1.0 else total * scale
 
     def finish_logits(self, logits: Tensor, *, multiplier: float, cap: float) -> Tensor:
         return cap_scores(logits * multiplier, cap)

@@ -96,34 +96,44 @@ def rotate_and_write(
     NORMS_AFTER_ROTATION: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     GROUP: tl.constexpr,
+    KV_PROJECTIONS: tl.constexpr,
+    HAS_VALUE_NORM: tl.constexpr,
     HEADS: tl.constexpr,
     DIM: tl.constexpr,
 ):
-    """A program a token of qkv [T, (heads + 2 kv_heads) * head_dim] and HEADS of its heads: q is
-    normalized and rotated in place, in either order, k too on its way into the cache, v only goes there.
+    """A program a token of qkv [T, heads of q, k and v, head_dim] and HEADS of its heads: q is
+    normalized and rotated in place, in either order, k too on its way into the cache, v goes there,
+    perhaps normalized.
 
-    Norms [head_dim] may be None. cos, sin: [T, rotary_dim / 2] float32; slots: [T] int64;
-    num_tokens: [1] int32, beyond which rows are padding. GROUP: of an int8 cache; 0: it has qkv's
-    dtype. kv_stride: from keys to values; block_stride: from block to block; both in the cache's
-    elements.
+    KV_PROJECTIONS: 2; 1: there is no v, and k, as it comes, is also the values; 0: there is no k either,
+    and nothing goes into the cache. Norms [head_dim] may be None. cos, sin: [T, rotary_dim / 2] float32;
+    slots: [T] int64; num_tokens: [1] int32, beyond which rows are padding. GROUP: of an int8 cache; 0:
+    it has qkv's dtype. kv_stride: from keys to values; block_stride: from block to block; both in the
+    cache's elements.
     """
     token = tl.program_id(0).to(tl.int64)
     if token < tl.load(num_tokens_ptr):
         slot = tl.load(slots_ptr + token)
         head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
         at = tl.arange(0, DIM)
-        is_in = (head < NUM_HEADS + 2 * NUM_KV_HEADS)[:, None] & (at < HEAD_DIM)[None, :]
-        base = qkv_ptr + token * (NUM_HEADS + 2 * NUM_KV_HEADS) * HEAD_DIM
+        num_heads: tl.constexpr = NUM_HEADS + (2 * NUM_KV_HEADS if KV_PROJECTIONS > 0 else 0)
+        is_in = (head < num_heads)[:, None] & (at < HEAD_DIM)[None, :]
+        missing: tl.constexpr = NUM_KV_HEADS if KV_PROJECTIONS == 1 else 0
+        base = qkv_ptr + token * (num_heads - missing) * HEAD_DIM
+        is_value = (head >= NUM_HEADS + NUM_KV_HEADS)[:, None]
+        source = tl.where(is_value, head[:, None] - missing, head[:, None]) * HEAD_DIM
         half: tl.constexpr = ROTARY_DIM // 2
         is_first = at < half
         partner_at = tl.where(is_first, at + half, tl.where(at < ROTARY_DIM, at - half, at))
-        x = tl.load(base + head[:, None] * HEAD_DIM + at[None, :], mask=is_in, other=0.0)
-        partner = tl.load(base + head[:, None] * HEAD_DIM + partner_at[None, :], mask=is_in, other=0.0)
+        x = tl.load(base + source + at[None, :], mask=is_in, other=0.0)
+        partner = tl.load(base + source + partner_at[None, :], mask=is_in, other=0.0)
         y, z = widened(x), widened(partner)
-        is_query, is_value = (head < NUM_HEADS)[:, None], (head >= NUM_HEADS + NUM_KV_HEADS)[:, None]
+        is_query = (head < NUM_HEADS)[:, None]
         has_norms: tl.constexpr = q_norm_ptr is not None
+        inverse_norm = tl.rsqrt(tl.sum(y * y, 1) / HEAD_DIM + eps)
+        if HAS_VALUE_NORM:
+            y = tl.where(is_value, widened(rounded(y * inverse_norm[:, None], x.dtype)), y)
         if has_norms and not NORMS_AFTER_ROTATION:
-            inverse_norm = tl.rsqrt(tl.sum(y * y, 1) / HEAD_DIM + eps)
             weight = norm_weights(q_norm_ptr, k_norm_ptr, at, is_query, HEAD_DIM)
             partner_weight = norm_weights(q_norm_ptr, k_norm_ptr, partner_at, is_query, HEAD_DIM)
             y = tl.where(is_value, y, normed_and_weighted(x, weight, inverse_norm))
@@ -157,9 +167,7 @@ def rotate_and_write(
             tl.store(
                 kv_scales_ptr + first[:, None] + group[None, :],
                 scales,
-                mask=(head >= NUM_HEADS)[:, None]
-                & (head < NUM_HEADS + 2 * NUM_KV_HEADS)[:, None]
-                & (group < num_groups)[None, :],
+                mask=(head >= NUM_HEADS)[:, None] & (head < num_heads)[:, None] & (group < num_groups)[None, :],
             )
 
 
@@ -330,6 +338,7 @@ def attend(
     HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     GROUP: tl.constexpr,
+    PROJECTED: tl.constexpr,
     SHARING: tl.constexpr,
     NUM_BEFORE: tl.constexpr,
     PLACES: tl.constexpr,
@@ -347,12 +356,11 @@ def attend(
     token in the step less its position, its row in the tables, and its first token's position;
     tables: [rows, table_width]; lens: the same, of each block how many of its positions are tokens,
     or None: all; last_seen: [T], the last position that each token sees, or None: its own; all
-    int32. sinks: [heads] float32, or None. SHARING query heads read each KV head; the first NUM_BEFORE
-    of those of the first are elsewhere, and so may be some of the last one's. A tile's rows are its
-    queries times the PLACES (SHARING up to a power of two) of a KV head's query heads. Writes out
-    [T, heads * head_dim], or by query and range parts [parts, heads, max_ranges, head_dim] and stats
-    [parts, heads, max_ranges, 2] of largest score and
-    mass, float32.
+    int32. sinks: [heads] float32, or None. PROJECTED: heads of a row of qkv. SHARING query heads read
+    each KV head; the first NUM_BEFORE of those of the first are elsewhere, and so may be some of the
+    last one's. A tile's rows are its queries times the PLACES (SHARING up to a power of two) of a KV
+    head's query heads. Writes out [T, heads * head_dim], or by query and range parts [parts, heads,
+    max_ranges, head_dim] and stats [parts, heads, max_ranges, 2] of largest score and mass, float32.
     """
     tile, kv_head = tl.program_id(0), tl.program_id(1)
     num_queries = tl.load(tiles_ptr + num_tiles + tile)
@@ -373,7 +381,7 @@ def attend(
             lasts = tl.load(last_seen_ptr + token, mask=is_row, other=-1)
         at = tl.arange(0, DIM)
         is_in = is_row[:, None] & (at < HEAD_DIM)[None, :]
-        width: tl.constexpr = (NUM_HEADS + 2 * NUM_KV_HEADS) * HEAD_DIM
+        width: tl.constexpr = PROJECTED * HEAD_DIM
         q = tl.load(qkv_ptr + (token * width + head * HEAD_DIM)[:, None] + at[None, :], mask=is_in, other=0.0)
         # by the tile's first query; the last sees up to:
         first_seen = tl.maximum(first_token - origin - window + 1, 0)

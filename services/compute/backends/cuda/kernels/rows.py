@@ -23,11 +23,12 @@ def prepare_rows(
     k,
     eps,
     multiplier,
+    scale,
     num_groups,
     GROUP: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """y = x + multiplier * norm(h), x and norm may be None; as it is (GROUP 0), or by
+    """y = x + multiplier * norm(h), x and norm may be None; rounded, times a scale (GROUP 0), or by
     groups of GROUP inputs in int8, or in e4m3 if sums is None.
 
     h, out: [T, k], stride from row to row; x: [T, k]; norm: [k]; codes: [T, k] int8 or e4m3;
@@ -46,7 +47,7 @@ def prepare_rows(
     if x_ptr is not None:
         y = widened(tl.load(x_ptr + row * k + at, mask=is_in, other=0.0)) + y * multiplier
     if GROUP == 0:
-        tl.store(out_ptr + row * stride + at, rounded(y, h.dtype), mask=is_in)
+        tl.store(out_ptr + row * stride + at, rounded(widened(rounded(y, h.dtype)) * scale, h.dtype), mask=is_in)
     else:
         IS_FLOAT: tl.constexpr = sums_ptr is None
         LARGEST: tl.constexpr = 448.0 if IS_FLOAT else 127.0  # of a code
