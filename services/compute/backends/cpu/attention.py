@@ -117,8 +117,7 @@ class NativeAttention:
         rotation.cache = attention.cache = cache_rows(kv, heads.head_dim)
         rotation.head_dim = attention.head_dim = heads.head_dim
         rotation.rotary_dim, rotation.kv_projections = heads.rotary_dim or heads.head_dim, heads.kv_projections
-        attention.sharing = heads.sharing
-        attention.gate_column = heads.num_projected * heads.head_dim if heads.has_gate else 0
+        attention.sharing, attention.gate_column = heads.sharing, heads.gate_column
         attention.out_stride = heads.num_heads * heads.head_dim
         out = plan.out.view(-1)[: len(qkv) * attention.out_stride].view(len(qkv), -1)
         rotation.cosines, rotation.sines = (each.data_ptr() for each in plan.ropes[rope])

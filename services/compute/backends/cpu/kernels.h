@@ -287,7 +287,7 @@ struct Layer {
   int64_t rope;    // whose cosines and sines
   const float* sinks;  // Attention's
   RecurrentLayer recurrent;  // inputs null: the layer has attention
-  int64_t head_dim, sharing, rotary_dim, kv_projections;  // Attention's and Rotation's
+  int64_t head_dim, sharing, gate_column, rotary_dim, kv_projections;  // Attention's and Rotation's
   float scalar;  // multiplies what leaves the layer
 };
 

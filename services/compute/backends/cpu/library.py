@@ -146,7 +146,7 @@ class Layer(ctypes.Structure):
         ("rope", ctypes.c_int64),
         ("sinks", Pointer),
         ("recurrent", RecurrentPointers),
-        *((name, ctypes.c_int64) for name in ("head_dim", "sharing", "rotary_dim", "kv_projections")),
+        *((name, ctypes.c_int64) for name in ("head_dim", "sharing", "gate_column", "rotary_dim", "kv_projections")),
         ("scalar", ctypes.c_float),
     ]
 

@@ -80,7 +80,7 @@ class NativeStack:
             each.window, each.rope, each.sinks = window or 0, rope, pointer(layer.sinks)
             own = heads[rope]
             each.head_dim, each.sharing, each.rotary_dim = own.head_dim, own.sharing, own.rotary_dim or own.head_dim
-            each.kv_projections, each.scalar = own.kv_projections, layer.scalar
+            each.gate_column, each.kv_projections, each.scalar = own.gate_column, own.kv_projections, layer.scalar
 
     def __call__(self, x: Tensor, caches: Sequence[LayerCache], plan: NativePlan, taps: Taps | None = None) -> Tensor:
         rotation, attention = plan.rotation, plan.attention

@@ -52,6 +52,11 @@ class Heads:
         return self.num_heads + self.kv_projections * self.num_kv_heads
 
     @property
+    def gate_column(self) -> int:
+        """Where in a row the gate begins; 0: there is none."""
+        return self.num_projected * self.head_dim if self.has_gate else 0
+
+    @property
     def sharing(self) -> int:
         """Query heads that read a KV head."""
         return self.per_kv_head or self.num_heads // self.num_kv_heads
