@@ -191,7 +191,7 @@ def load_model(
     try:
         # seconds that a native model need not wait
         from services.compute.models.encoder_model import is_encoder, load_classifier, load_encoder, load_gguf_encoder
-        from services.compute.models.transformers_model import load_transformers_model
+        from services.compute.models.transformers_model import check_library_sizes, load_transformers_model
         from services.compute.weights.library_modules import load_library_modules
     except ImportError as error:
         raise StartupError(
@@ -205,6 +205,7 @@ def load_model(
             settings.quantize_lm_head,
         )
         load_modules = partial(load_library_modules, files.weights, backend, packing)
+        check_library_sizes(files.config)
         if files.labels or is_encoder(files.config, files.folder):
             if packing.option:
                 raise StartupError(f"{packing.option}: {files.name} is an encoder; these are not quantized")

@@ -56,7 +56,10 @@ def load_draft_models(
     place: Placement = ALONE,
 ) -> list[DraftModel]:
     """The models that --speculate names, or this place's parts of them; the target is number 0. files,
-    model: the target's; limit: the longest sequence wanted, in tokens. Raises StartupError."""
+    model: the target's; limit: the longest sequence wanted, in tokens. Raises StartupError, for a
+    model that is missing also where no drafts are wanted."""
+    for path in filter(None, (settings.self_draft, settings.draft_model)):
+        open_model(path)
     found: list[DraftModel] = []
     if "self" in names:
         assert isinstance(model, Decoder)
