@@ -114,6 +114,7 @@ BROKEN: list[tuple[str, Callable[[Tensors], object], str]] = [
     ("w4a16-group", drop("weight_packed"), "no tensor .*down_proj.weight"),
     ("fp8-block", drop("weight_scale_inv"), "no tensor .*weight_scale_inv"),
     ("fp8-block", put("weight_scale_inv", lambda scales: scales.repeat(1, 2)), "weight_scale_inv has the shape"),
+    ("fp8-tensor", put("weight_scale", lambda scales: scales.expand(2, 1)), "weight_scale has the shape"),
     ("fp8-tensor", put("weight", lambda weight: weight.float().half()), "weight is float16; expected: float8_e4m3fn"),
     ("nf4", drop(NF4_STATE), "no tensor .*quant_state"),
     ("nf4", drop("weight.absmax"), "no tensor .*weight.absmax"),

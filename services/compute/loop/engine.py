@@ -124,9 +124,12 @@ def bound_by_states(settings: ComputeSettings, limits: BatchLimits, model: Model
     if not model.state_bytes:
         return limits
     free, count = free_memory(model.backend.device), limits.max_num_seqs
+    wanted = settings.kv_cache_memory
+    if not model.has_kv and wanted is not None and wanted > free:
+        raise StartupError(f"--kv-cache-memory {size_text(wanted)}: only {size_text(free)} are free beside the weights")
     if settings.max_num_seqs is None:
         share = free * choose_share(settings, model.backend.device)
-        memory = share / 2 if model.has_kv else settings.kv_cache_memory or share
+        memory = share / 2 if model.has_kv else wanted or share
         count = max(1, min(count, int(memory) // model.state_bytes))
     if count * model.state_bytes > free:
         raise StartupError(

@@ -10,7 +10,7 @@ from tokenizers import Tokenizer
 from services.compute.backends.backend import Backend
 from services.compute.cache.kv_cache import KVCache, choose_group
 from services.compute.execution.model_runner import Model, ModelRunner
-from services.compute.models.architectures import ARCHITECTURES, architecture_of, read_config
+from services.compute.models.architectures import lack_of, read_config
 from services.compute.models.decoder import Decoder
 from services.compute.ranks.place import ALONE, Placement, load_decoder, make_runner
 from services.compute.speculation.chains import ChainProposer
@@ -115,9 +115,8 @@ def load_other(
 ) -> DraftModel:
     """The model of --draft-model, which has the target's vocabulary. number: among the replica's."""
     found = open_model(path, weights=True)
-    if architecture_of(found.config) not in ARCHITECTURES:
-        name = architecture_of(found.config)
-        raise StartupError(f"--draft-model {path}: {name} has no native implementation, which a draft model needs")
+    if reason := lack_of(found.config):
+        raise StartupError(f"--draft-model {path}: {reason}")
     check_tokenizer(path, found, files)
     config = read_config(found.config, limit)
     if config.recurrence is not None:

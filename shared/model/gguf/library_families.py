@@ -1,5 +1,5 @@
-"""The GGUF architectures that run on transformers' modules, since no executor of our own has their
-layers."""
+"""The GGUF architectures whose tensors' names are those of the `gguf` package's own table; most run on
+transformers' modules."""
 
 import math
 from typing import Any
