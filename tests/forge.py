@@ -33,7 +33,7 @@ from shared.process.worker import environment
 KINDS = {"light": ("gateway", "jobs", "sampler", "tokenizer"), "compute": ("compute", "encoder")}
 GATEWAY, TOKENIZER = "tests.gateway_of_tests", "tests.tokenizer_of_tests"  # of "light", too
 # What their `main` imports only when its settings are good: torch takes a second of a core. transformers stays out
-# of "compute": it loads triton, whose objects, if they are frozen, complain at the end of every stage.
+# of "compute": few tests need it.
 LATE = {
     "light": (),
     "compute": (

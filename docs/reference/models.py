@@ -9,7 +9,6 @@ from transformers.models.auto.modeling_auto import (
 from docs.reference.markdown import HEAD, code, paragraph, table
 from services.compute.models.architectures import ARCHITECTURES
 from shared.model.gguf.families import FAMILIES
-from shared.model.gguf.library_families import LIBRARY_FAMILIES
 from tests.models.blueprints import Blueprint
 from tests.models.cases import CASES
 
@@ -26,9 +25,8 @@ LEGEND = """Native: Penstock's own decoder. Library: transformers' modules, with
 their matrices, experts and plain attention. One by one: each sequence is a pass of its own; models with recurrent
 states run so, without the prefix cache and without speculation."""
 WEIGHTS = """All forms read float32, bfloat16, FP8 (by tensor and in blocks), AWQ, GPTQ, compressed-tensors,
-bitsandbytes and MXFP4 as published, and GGUF where the table names an architecture of GGUF (library:
-though the class is native, its files run there); and all take `--quantization` (see
-[models](../understand/models.md) for what stays float)."""
+bitsandbytes and MXFP4 as published, and GGUF where the table names an architecture of GGUF; and all take
+`--quantization` (see [models](../understand/models.md) for what stays float)."""
 APIS = """Every model that generates serves chat (with a chat template), completions, responses and the other
 dialects, tools, structured output and batches. Models that see take images where they are native
 ([images](../use/images.md)); the others answer as text. Encoders and decoders with pooling serve embeddings and scores
@@ -38,7 +36,7 @@ dialects, tools, structured output and batches. Models that see take images wher
 def page() -> str:
     """The page in Markdown."""
     rows = [
-        [code(name), code(text), form, ", ".join(code(word) + way for word, way in gguf.items()), reason]
+        [code(name), code(text), form, ", ".join(map(code, gguf)), reason]
         for name, text, form, gguf, reason in listed()
     ]
     head = ["architecture", "its text's type", "form", "GGUF", "reason of a refusal"]
@@ -50,14 +48,13 @@ def listing() -> str:
     """The list for a terminal."""
     lines = []
     for name, text, form, gguf, reason in listed():
-        files = ", ".join(word + way for word, way in gguf.items())
-        lines.append(f"{name + (f' ({text})' if text else ''):58} {form:29} {reason or files}".rstrip())
+        lines.append(f"{name + (f' ({text})' if text else ''):58} {form:29} {reason or ', '.join(gguf)}".rstrip())
     return "\n".join([f"{'ARCHITECTURE':58} {'FORM':29} GGUF", *lines]) + "\n"
 
 
-def listed() -> list[tuple[str, str, str, dict[str, str], str]]:
-    """Of each architecture its name, the type of its text if it sees, its form, GGUF's names of it, with the form of
-    files where it is another, and why it is refused."""
+def listed() -> list[tuple[str, str, str, list[str], str]]:
+    """Of each architecture its name, the type of its text if it sees, its form, GGUF's names of it, and why it is
+    refused."""
     forms: dict[tuple[str, str], dict[str, str]] = {(name, ""): {"native": ""} for name in ARCHITECTURES}
     tried = [(class_of(blueprint), blueprint, outcome) for outcome, blueprint in CASES.values()]
     for name, blueprint, outcome in tried:
@@ -71,11 +68,7 @@ def listed() -> list[tuple[str, str, str, dict[str, str], str]]:
             name,
             text,
             " or ".join(ways),
-            {
-                word: " (library)" if "native" in ways and word in LIBRARY_FAMILIES and not family.is_native else ""
-                for word, family in sorted(FAMILIES.items())
-                if name in (family.architecture, *family.others)
-            },
+            [word for word, family in sorted(FAMILIES.items()) if name in (family.architecture, *family.others)],
             "; ".join(filter(None, ways.values())),
         )
         for (name, text), ways in sorted(forms.items())

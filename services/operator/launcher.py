@@ -38,6 +38,7 @@ from shared.process.settings import UpSettings
 from shared.process.stage_settings import DEFAULT_REDIS_URL, environment_of
 from shared.process.telemetry import get_logger
 from shared.wire.registry import look
+from shared.wire.replica import Replica
 from shared.wire.stage import LIFELINE, STOP_TIMEOUT_S
 from shared.wire.transport import connect
 
@@ -91,9 +92,9 @@ class Launcher:
         try:
             while not self.is_stopping:
                 self._keep_alive()
-                if not self.is_announced and self._is_ready():
+                if not self.is_announced and (replica := self._ready_replica()) is not None:
                     self.is_announced = True
-                    self._announce(time.monotonic() - started_at)
+                    self._announce(replica, time.monotonic() - started_at)
                     self.stages += self.jobs
                 time.sleep(0.1)
         finally:
@@ -220,24 +221,26 @@ class Launcher:
         host = "127.0.0.1" if self.settings.host in ("0.0.0.0", "::") else self.settings.host
         return f"{'http' if self.settings.tls_certificate is None else 'https'}://{host}:{self.settings.port}"
 
-    def _is_ready(self) -> bool:
+    def _ready_replica(self) -> Replica | None:
+        """Compute's replica of the first model, once all models are served."""
         try:
             # a certificate is rarely this address's, and this is our own gateway
             if httpx.get(f"{self._url}/ready", timeout=1.0, trust_env=False, verify=False).status_code != 200:
-                return False
+                return None
             with connect(self.redis_url) as client:
                 served = look(client)
         except (httpx.HTTPError, redis.RedisError):
-            return False
-        return all(served.of("compute", files.name) for files in self.models)
+            return None
+        replicas = [served.of("compute", files.name) for files in self.models]
+        return replicas[0][0] if all(replicas) else None
 
-    def _announce(self, seconds: float) -> None:
+    def _announce(self, replica: Replica, seconds: float) -> None:
         print(
             f"\nPenstock serves {', '.join(files.name for files in self.models)} at {self._url}/v1 (ready after "
             f"{seconds:.1f} s; Ctrl-C stops it)\n",
             flush=True,
         )
-        path, body = example(self.models[0])
+        path, body = example(self.models[0], replica)
         key = ' -H "Authorization: Bearer $PENSTOCK_API_KEY"' if wants_keys(self.settings) else ""
         print(f"  curl {self._url}{path}{key} -H 'Content-Type: application/json' \\\n    -d '{body}'\n", flush=True)
 
@@ -276,8 +279,11 @@ def default_model() -> str:
     return DEFAULT_MODEL
 
 
-def example(files: ModelFiles) -> tuple[str, str]:
-    """A path and a body to send to it, that this model answers."""
+def example(files: ModelFiles, replica: Replica) -> tuple[str, str]:
+    """A path and a body to send to it, that this model answers. replica: compute's."""
+    if replica.labels or replica.is_encoder:
+        path = "/v1/classify" if replica.labels else "/v1/embeddings"
+        return path, f'{{"model": "{files.name}", "input": "A hydroelectric power plant is near."}}'
     if not files.has_chat_template:
         return (
             "/v1/completions",

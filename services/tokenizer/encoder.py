@@ -24,7 +24,10 @@ from shared.model.sampling_params import MAX_PROMPT_LOGPROBS, SamplingParams
 from shared.model.segments import Segment, length_of
 from shared.model.token_table import TokenTable
 from shared.process.errors import Invalid
+from shared.process.telemetry import get_logger
 from shared.wire.messages import ChatMessage, ChatOptions, GenerateRequest, TokenizedRequest
+
+log = get_logger("penstock.tokenizer")
 
 T = TypeVar("T")
 
@@ -58,6 +61,13 @@ class Encoder:
         self.breakers = BreakerTable(tokenizer.backend_tokenizer)
         self.model = files.name
         self.vocab_size = files.vocab_size
+        if (largest := max(tokenizer.get_vocab().values(), default=0)) >= self.vocab_size:
+            log.warning(
+                "the tokenizer has tokens outside the model's vocabulary: texts that need them are refused",
+                file=files.file("tokenizer.json"),
+                largest_id=largest,
+                vocab_size=self.vocab_size,
+            )
         self.eos_token_ids = files.eos_token_ids
         self.can_shorten = files.can_shorten
         self.vision, self.max_model_len = files.vision, files.max_model_len
@@ -467,12 +477,14 @@ class Encoder:
         return max_tokens
 
     def _check_ids(self, request: GenerateRequest, token_ids: Array) -> None:
-        """Raises Invalid for token ids of the client's that no token has."""
-        if (
-            request.prompt_token_ids is not None
-            and len(token_ids)
-            and not (int(token_ids.min()) >= 0 and int(token_ids.max()) < self.vocab_size)
-        ):
+        """Raises Invalid for token ids that no token has: the client's, or the tokenizer's."""
+        if len(token_ids) and not (int(token_ids.min()) >= 0 and int(token_ids.max()) < self.vocab_size):
+            if request.prompt_token_ids is None:
+                raise Invalid(
+                    f"the tokenizer of {self.model} makes token {int(token_ids.max())} of this text, and the model's "
+                    f"vocabulary is [0, {self.vocab_size}): its tokenizer.json does not fit its config.json",
+                    code="model_not_supported",
+                )
             name = "tokens" if request.task == "detokenize" else "input" if request.embedding is not None else "prompt"
             raise Invalid(f"{name} holds token ids outside the vocabulary, [0, {self.vocab_size})", param=name)
 

@@ -279,8 +279,9 @@ def _check_weights(folder: Path) -> None:
 def _check_config(files: ModelFiles) -> None:
     """Check what every stage's library would fail at in words of its own. Raises StartupError."""
     for name in COUNTS:
-        value = files.config.get(name)
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+        value = files.config.get(name, 1)
+        is_left_out = value is None and name != "vocab_size"
+        if not is_left_out and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
             raise StartupError(f"{files.file('config.json')}: {name} is {repr(value)[:80]}, not a positive number")
     if not isinstance(files.config.get("quantization_config"), dict | None):
         raise StartupError(f"{files.file('config.json')}: quantization_config is not an object")

@@ -18,8 +18,10 @@ PATHS = re.compile(r": '[^']*'( -> '[^']*')?$")
 
 def words_of(error: BaseException) -> str:
     """Say what went wrong, in one line of words: without the number, and without the path, which the
-    sentence around it names."""
-    text = next(iter(str(error).strip().splitlines()), "")
+    sentence around it names. Behind a colon the next line belongs to it."""
+    text, *others = str(error).strip().splitlines() or [""]
+    while text.endswith(":") and others:
+        text = f"{text} {others.pop(0).strip()}"
     return (PATHS.sub("", NUMBER.sub("", text)) if NUMBER.match(text) else text) or type(error).__name__
 
 

@@ -36,7 +36,6 @@ LEASE_S = 4.0
 # between two looks: a lease that was good at the first may be out at the second, and its owner
 # alive
 BLIND_AFTER_S = LEASE_S - RENEW_EVERY_S
-END_TIMEOUT_S = 1.0  # a thread that waits for a Redis which does not answer is not waited for
 # a loop that has not come round for this long, while its heartbeat reached Redis, is not alive
 STUCK_AFTER_S = 30.0
 BROADCAST = load_script("broadcast")
@@ -210,7 +209,6 @@ class Heartbeat(threading.Thread):
         self._wake = threading.Event()
         self._lock = threading.Lock()  # a renewal must not land after the withdrawal
         self._has_left = False
-        self._is_over = False
 
     def run(self) -> None:
         while not self.transport.stopping.is_set() or not self._has_left:
@@ -219,8 +217,6 @@ class Heartbeat(threading.Thread):
             self._wake.clear()
             if time.monotonic() - began_at > LEASE_S:
                 self.awake_since = time.monotonic()
-            if self._is_over:
-                return
             try:
                 self.beat()
                 self.transport.backoff.succeeded()
@@ -266,13 +262,6 @@ class Heartbeat(threading.Thread):
     def refresh(self) -> None:
         """Look again now."""
         self._wake.set()
-
-    def end(self) -> None:
-        """Stop the thread before the process ends: a thread that uses TLS while the interpreter shuts
-        down may end it with SIGSEGV."""
-        self._is_over = True
-        self._wake.set()
-        self.join(END_TIMEOUT_S)
 
     def leave(self) -> None:
         """Leave the registry. The replica and its heartbeat may go on, unannounced."""

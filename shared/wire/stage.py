@@ -8,6 +8,7 @@ A stage's `__main__` is its composition root:
     SamplerService(stage, …).run()
 """
 
+import atexit
 import gc
 import os
 import signal
@@ -17,6 +18,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable
+from contextlib import suppress
 from typing import NoReturn
 
 from shared.process.errors import Recoverable, StartupError
@@ -170,26 +172,34 @@ class Stage:
 
 
 def run_stage(main: Callable[[], None]) -> NoReturn:
-    """Run a stage's main. A failure exits non-zero, so that a supervisor starts the process
+    """Run a stage's main, and end the process. A failure exits non-zero, so that a supervisor starts it
     again; a bad setting is one line."""
     if (lifeline := os.environ.pop(LIFELINE, None)) is not None:
         threading.Thread(target=leave_with_launcher, args=(int(lifeline),), name="lifeline", daemon=True).start()
+    code = 0
     try:
         main()
     except StartupError as error:
         sys.stderr.write(f"penstock: {error}\n")
-        sys.exit(error.exit_code)
+        code = error.exit_code
     except DENIED as error:
         sys.stderr.write(f"penstock: {refusal_of(error)}\n")
-        sys.exit(1)
+        code = 1
     except (Recoverable, KeyboardInterrupt):
         log.warning("stopped in the middle of something; its work will be claimed by another")
-        sys.exit(0)
-    finally:
-        for thread in threading.enumerate():
-            if isinstance(thread, Heartbeat):
-                thread.end()
-    sys.exit(0)
+    except SystemExit as ended:  # with a number
+        code = int(ended.code or 0)
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+        code = 1
+    # The interpreter's end, but for its last part, which takes the modules down: OpenSSL dies there with SIGSEGV
+    # if a thread uses TLS, and triton's bindings report what they have left.
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(code)
 
 
 def leave_with_launcher(lifeline: int) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from hypothesis import HealthCheck, example, given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
@@ -113,6 +114,7 @@ BROKEN: list[tuple[str, Callable[[Tensors], object], str]] = [
     ("w4a16-group", drop("weight_packed"), "no tensor .*down_proj.weight"),
     ("fp8-block", drop("weight_scale_inv"), "no tensor .*weight_scale_inv"),
     ("fp8-block", put("weight_scale_inv", lambda scales: scales.repeat(1, 2)), "weight_scale_inv has the shape"),
+    ("fp8-tensor", put("weight_scale", lambda scales: scales.expand(2, 1)), "weight_scale has the shape"),
     ("fp8-tensor", put("weight", lambda weight: weight.float().half()), "weight is float16; expected: float8_e4m3fn"),
     ("nf4", drop(NF4_STATE), "no tensor .*quant_state"),
     ("nf4", drop("weight.absmax"), "no tensor .*weight.absmax"),
@@ -407,6 +409,47 @@ def test_weights_that_are_no_numbers_are_found_before_the_first_request(number: 
     with pytest.raises(StartupError, match="its results are NaN or infinite") as raised:
         build_engine(settings, open_model(str(folder), weights=True))
     assert one_line(raised.value)
+
+
+GPT2 = {"vocab_size": 512, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 128, "eos_token_id": 1}
+SMALL: dict[str, Any] = {"num_threads": 1, "kv_cache_memory": "1MiB", "dtype": "float32", "redis_url": NOWHERE}
+
+
+@pytest.mark.parametrize(
+    ("kind", "sizes", "words"),
+    [
+        ("gpt2", {"n_layer": 10**9}, "n_layer is 1000000000, not an integer from 1 to 4096"),
+        ("gptj", {"n_embd": 1 << 30}, "n_embd is 1073741824, not an integer from 1 to 1048576"),
+        ("mpt", {"n_layers": 10**9}, "n_layers is 1000000000, not an integer from 1 to 4096"),
+        ("mpt", {"d_model": 1 << 30}, "d_model is 1073741824, not an integer from 1 to 1048576"),
+        ("bloom", {"n_layer": -1}, "n_layer is -1, not an integer from 1 to 4096"),
+        ("cohere2", {"num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000, not an integer from 1 to 4096"),
+        ("unheard-of", {"vocab_size": 1 << 30}, "vocab_size is 1073741824, not an integer from 1 to 16777216"),
+    ],
+)
+def test_the_sizes_of_a_library_model_are_bounded_before_they_take_memory(
+    kind: str, sizes: dict[str, int], words: str, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": kind, "vocab_size": 512} | sizes))
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(StartupError, match=words) as raised:
+        build_engine(ComputeSettings(**SMALL, model_impl="transformers"), open_model(str(tmp_path)))
+    assert one_line(raised.value)
+
+
+def test_a_library_model_is_refused_for_nan_queries_and_for_missing_drafts(
+    tmp_path: Path,
+) -> None:
+    transformers.GPT2LMHeadModel(transformers.GPT2Config(**GPT2)).save_pretrained(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    files = open_model(str(tmp_path))
+    for options in ({"heads": "/nope"}, {"draft_model": "/nope", "speculate": "draft"}):
+        with pytest.raises(StartupError, match="no( such)? folder") as raised:
+            build_engine(ComputeSettings(**SMALL, **options), files)
+        assert "/nope" in str(raised.value) and one_line(raised.value)
+    change(tmp_path, lambda tensors: tensors["transformer.h.1.attn.c_attn.weight"][:, :64].fill_(float("nan")))
+    with pytest.raises(StartupError, match="its logits are not finite"):
+        build_engine(ComputeSettings(**SMALL), files)
 
 
 NUMBERS = st.integers(-2, 200) | st.sampled_from([2**31 - 1, 2**62, 10**30]) | st.floats()

@@ -128,6 +128,22 @@ def test_what_is_left_out_is_as_the_models_own_class_has_it(name: str, switch: d
         assert torch.equal(rope.inv_freq, expected_rope.inv_freq) and rope.scale == expected_rope.scale
 
 
+def test_alpha_of_a_dynamic_rope_is_hunyuans_alone() -> None:
+    rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 1.0}
+    for name in ("llama3", "hunyuan-dense"):
+        plain, stretched = (
+            read_config(FAMILIES[name] | {"rope_parameters": each}).ropes[0].inv_freq
+            for each in (rope, rope | {"alpha": 50.0})
+        )
+        assert torch.equal(plain, stretched) == (name == "llama3")
+
+
+def test_a_type_of_text_that_is_no_name_is_refused() -> None:
+    config = FAMILIES["llama3"] | {"architectures": ["LlavaForConditionalGeneration"], "model_type": ["llama"]}
+    with pytest.raises(StartupError, match="a text_config of the model_type .* is not supported here"):
+        read_config(config)
+
+
 NUMBERS = st.integers(-2, 70) | st.sampled_from([2**31 - 1, 2**40, 2**62, 10**400]) | st.floats()
 VALUES = st.recursive(
     st.none() | st.booleans() | NUMBERS | st.text(max_size=5),

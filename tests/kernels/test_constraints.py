@@ -482,6 +482,19 @@ def test_a_row_whose_masks_take_long_has_them_filled_before_it_runs(monkeypatch:
         assert ids_of(masking.result(0.0).by_row[sequence.prefix().key]) == expected(SCHEMA, sequence.tokens.ids[1:])
 
 
+def test_a_row_that_was_late_may_have_its_masks_filled_before_it_runs_for_life() -> None:
+    """However fast some of them are."""
+    constraints, sequence = make_constraints(), sequence_of([])
+    opened(constraints, sequence, SCHEMA)
+    masks_of(constraints, sequence)
+    constraints.hold_back([0], for_life=True)
+    for letter in tokenizer().encode('[{"a"').ids:
+        sequence.tokens.append(letter)
+        constraints.matchers[0].seconds = 0.0
+        assert constraints.sitting_out() == {0}
+        wait_until(lambda: not constraints.sitting_out(), description="its mask is there")
+
+
 def test_whatever_goes_wrong_with_a_matcher_is_its_row_s_alone() -> None:
     constraints = make_constraints()
     sequences = [sequence_of([], handle=handle) for handle in range(3)]

@@ -14,7 +14,10 @@ from transformers import AutoConfig
 from services.compute.backends.torch.backend import TorchBackend
 from services.compute.models.architectures import is_native
 from services.compute.models.config import Packed
+from services.compute.ranks.place import ALONE
+from services.compute.speculation.draft_models import load_other
 from services.compute.weights.library_modules import KernelLinear, load_library_modules
+from services.modeltools.quantize import quantize
 from shared.model.files import open_model
 from shared.model.gguf.checkpoint import unpack_metadata
 from shared.process.errors import StartupError
@@ -212,6 +215,16 @@ def test_a_matrix_in_another_order_keeps_its_blocks(name: str, tmp_path: Path) -
         assert torch.cosine_similarity(kept(x.bfloat16()).float().flatten(), expected.flatten(), dim=0) > 0.999
 
 
+def test_what_the_library_alone_runs_is_not_quantized_and_drafts_nothing(tmp_path: Path) -> None:
+    path, reason = tmp_path / "model.gguf", "architecture GPT2LMHeadModel is not supported"
+    write("gpt2", original("gpt2"), path, gguf.GGMLQuantizationType.F32)
+    with pytest.raises(StartupError, match=f"^{reason}"):
+        quantize(str(path), tmp_path / "out", Packed("w8a8", 32))
+    backend = TorchBackend(torch.float32, torch.device("cpu"))
+    with pytest.raises(StartupError, match=f"^--draft-model {path}: {reason}"):
+        load_other(str(path), open_model("demo"), backend, None, ALONE, 1)
+
+
 def test_what_a_file_lacks_of_a_layout_is_said_by_name(tmp_path: Path) -> None:
     path = write("qwen3_next", original("qwen3_next"), tmp_path / "model.gguf", gguf.GGMLQuantizationType.F32)
     data = path.read_bytes()
@@ -222,9 +235,9 @@ def test_what_a_file_lacks_of_a_layout_is_said_by_name(tmp_path: Path) -> None:
         load(path)
 
 
-@pytest.mark.parametrize("name", ["qwen3_5", "qwen3_5_moe", "qwen3_next", "lfm2", "lfm2_moe", "granite4_h"])
+@pytest.mark.parametrize("name", [name for name in FILES if name in CASES and CASES[name][0] == "native"])
 @torch.inference_mode()
-def test_our_own_executor_reads_files_of_layers_with_states(name: str, tmp_path: Path) -> None:
+def test_our_own_executor_reads_files_of_its_architectures(name: str, tmp_path: Path) -> None:
     """In float32 its tokens are the library's; in bfloat16 matrices stay in the file's blocks, and int8
     activations may choose another expert now and then."""
     torch.manual_seed(3)

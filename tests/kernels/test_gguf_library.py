@@ -2,6 +2,7 @@
 weights that the blocks mean, in float32; in bfloat16 by the kernels, from the file's own blocks."""
 
 from pathlib import Path
+from typing import Any
 
 import gguf
 import pytest
@@ -9,7 +10,10 @@ import torch
 import transformers
 from transformers import PretrainedConfig, PreTrainedModel
 
+from services.compute.backends.cpu.backend import CpuBackend
+from services.compute.backends.matrix import Joined
 from services.compute.models.transformers_model import TransformersModel
+from services.compute.weights.library_attention import LayerOfJoint
 from services.compute.weights.library_modules import FileEmbedding, KernelExperts, KernelHead, KernelLinear, KernelMlp
 from shared.model.files import open_model
 from shared.process.errors import StartupError
@@ -19,6 +23,14 @@ from tests.kernels.gguf_library_files import LibraryWriter
 from tests.kernels.test_gguf import CPU, cache, random_model  # noqa: F401
 from tests.kernels.test_gguf import FAMILIES as NATIVE
 from tests.kernels.test_models import prompts
+
+
+class MixedWriter(Writer):
+    """Values in another form than queries and keys."""
+
+    def tensor(self, name: str, parameter: torch.Tensor, kind: Kind, *, seed: int) -> None:
+        super().tensor(name, parameter, Kind.Q4_0 if "v_proj" in name and kind != Kind.F32 else kind, seed=seed)
+
 
 WIDE = {**SIZES, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3}
 MLA = WIDE | {
@@ -222,3 +234,21 @@ def test_tensors_of_no_known_layer_are_refused(tmp_path: Path) -> None:
     writer.writer.add_tensor("blk.1.attn_q_norm.weight", torch.ones(16).numpy())
     with pytest.raises(StartupError, match="blk.1.attn_q_norm.weight belong to no layer that Penstock knows"):
         run(writer.write(Kind.F32))
+
+
+def test_projections_that_only_apart_keep_their_form_stay_apart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = MixedWriter(random_model(transformers.Qwen3Config(**WIDE, head_dim=16)), tmp_path / "model.gguf").write(
+        Kind.Q8_0
+    )
+
+    def query() -> Any:
+        return modules_of(run(path, dtype=torch.bfloat16)).model.layers[0].self_attn.q_proj
+
+    assert isinstance(query(), LayerOfJoint)
+    keeps = CpuBackend.is_kept
+    monkeypatch.setattr(
+        CpuBackend, "is_kept", lambda self, matrix: not isinstance(matrix, Joined) and keeps(self, matrix)
+    )
+    assert isinstance(query(), KernelLinear)

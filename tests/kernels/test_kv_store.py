@@ -278,7 +278,8 @@ def test_blocks_that_are_cached_behind_a_gap_are_not_read_again(tmp_path: Path) 
     fill(tier, tokens, seed=1)
     blocks, sequence = tier.blocks, make_sequence(1, tokens, 1)
     for number in (0, 2):
-        blocks.empty.clear()
+        for _ in range(blocks.num_free_blocks - len(blocks.evictable)):
+            blocks._take()
         blocks.evictable.move_to_end(blocks.cached_blocks[blocks._hash(sequence, number)], last=False)
         blocks._release(blocks._take())  # evicted
     [names] = blocks.missing(sequence)

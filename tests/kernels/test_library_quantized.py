@@ -15,6 +15,9 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from services.compute.backends.choose import choose_backend
+from services.compute.backends.matrix import Float8, Matrix
+from services.compute.backends.torch.backend import TorchBackend
+from services.compute.models.architectures import read_config
 from services.compute.models.config import Packed
 from services.compute.models.transformers_attention import Unsupported
 from services.compute.models.transformers_model import TransformersModel
@@ -26,6 +29,7 @@ from services.compute.weights.library_modules import (
     KernelWeight,
     load_library_modules,
 )
+from services.compute.weights.loader import Loader, open_source
 from shared.process.errors import StartupError
 from tests.kernels.families import CONFIGS as FAMILIES
 from tests.kernels.families import Engine, assert_greedy, reference_model
@@ -246,6 +250,24 @@ def test_experts_in_one_tensor_in_fp8(family: str, scales: str, ending: str, tmp
     assert_bits_are_the_same(run(tmp_path, dtype=torch.bfloat16))
 
 
+def test_experts_of_gpt_oss_keep_their_fp8(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a backend keeps FP8; what it widens is counted, each expert's layers."""
+    reference = reference_model("gpt-oss", tmp_path, config=STACKED["gpt-oss"])
+    write_stacked(tmp_path, reference, "channel", "_scale", in_memory=True, in_file=True)
+    config, backend = (
+        read_config(json.loads((tmp_path / "config.json").read_text())),
+        TorchBackend(torch.bfloat16, torch.device("cpu")),
+    )
+    assert config.moe is not None
+    made: list[Matrix] = []
+    monkeypatch.setattr(backend, "make_linear", lambda matrix, *_, **__: made.append(matrix))
+    source = open_source(tmp_path, config, backend)
+    loader = Loader(source, config, backend, Packed("none", 32))
+    loader.gpt_oss_expert("model.layers.0.mlp.experts.", 0, config.moe)
+    source.close()
+    assert [type(each) for each in made] == [Float8] * 2 and loader.widened.total() == 2
+
+
 @pytest.mark.parametrize(("scales", "is_turned"), [("block", True), ("channel", True), ("block", False)])
 def test_experts_of_qwen3_vl_in_fp8(scales: str, is_turned: bool, tmp_path: Path) -> None:
     """A rule of the library's turns them round, if the file has them so."""
@@ -283,7 +305,8 @@ def write_stacked(
     for name, tensor in model.state_dict().items():
         parts[name] = tensor.clone()
         if tensor.ndim == 3 and name.endswith("_proj"):
-            written = in_fp8(tensor.mT if in_memory else tensor, scales)
+            kind = "one" if scales == "halves" and name.endswith("down_proj") else scales
+            written = in_fp8(tensor.mT if in_memory else tensor, kind)
             codes, of_codes, meant = (each.mT if each.ndim == 3 else each for each in written) if in_file else written
             parts[name], parts[name + ending] = codes, of_codes
             tensor.copy_(meant if in_memory == in_file else meant.mT)

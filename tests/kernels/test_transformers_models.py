@@ -287,6 +287,9 @@ def test_a_model_without_keys_and_values_has_memory_for_its_states(
     assert sizes(max_model_len=60) == (50, 60, 50 * 4)
     assert sizes(max_model_len=60, kv_cache_memory=state_bytes * 7) == (7, 60, 7 * 4)
     assert sizes(max_model_len=60, max_num_seqs=200) == (200, 60, 200 * 4)
+    assert sizes(max_model_len=1 << 20) == (50, 1 << 20, 50 * (1 << 16))
+    with pytest.raises(StartupError, match="^--kv-cache-memory .*: only .* are free beside the weights$"):
+        sizes(kv_cache_memory=state_bytes * 201)
 
 
 @pytest.mark.sampled(2)

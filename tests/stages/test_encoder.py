@@ -2,6 +2,8 @@
 died of is claimed alone.
 """
 
+import dataclasses
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -87,6 +89,28 @@ def test_one_text_among_64_fails_alone(is_chat: bool) -> None:
         assert [each.prompt_token_ids.tolist() for each in found[:40] + found[41:]] == [
             each.prompt_token_ids.tolist() for each in expected
         ], text
+
+
+def test_a_tokenizer_with_more_tokens_than_the_model_is_the_fault_of_its_files(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    tokenizer, text = text_tokenizer(), "a hydroelectric power plant"
+    largest = max(tokenizer(text)["input_ids"])
+    files = dataclasses.replace(FILES, config=FILES.config | {"vocab_size": largest})
+    with caplog.at_level(logging.WARNING):
+        encoder = Encoder(tokenizer, files)
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert "tokens outside the model's vocabulary" in line and f"vocab_size={largest}" in line
+    for request in (ask("r0.0", text), replace(ask("r1.0", ""), prompt=None, messages=(ChatMessage("user", text),))):
+        [found] = encoder.encode([request], 1024)
+        assert isinstance(found, Invalid) and found.param is None and found.code == "model_not_supported"
+        assert "its tokenizer.json does not fit its config.json" in str(found)
+    of_client = GenerateRequest("r2.0", None, MODEL, SamplingParams(), prompt_token_ids=ids(largest))
+    [found] = encoder.encode([of_client], 1024)
+    assert isinstance(found, Invalid) and found.param == "prompt"
+    caplog.clear()
+    Encoder(tokenizer, FILES)
+    assert not caplog.records
 
 
 def test_an_echo_that_can_not_be_made_fails_alone() -> None:

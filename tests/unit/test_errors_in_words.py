@@ -25,6 +25,8 @@ NOWHERE = "http://127.0.0.1:9"  # nobody listens there
         (redis.ConnectionError("Error 111 connecting to 127.0.0.1:9. Connection refused."), "Connection refused."),
         (ValueError("a line: 'quoted'"), "a line: 'quoted'"),
         (ValueError("two\nlines"), "two"),
+        (ValueError("x is wrong:\n    ValueError: 1 is odd\nmore"), "x is wrong: ValueError: 1 is odd"),
+        (ValueError("x:\n"), "x:"),
         (TimeoutError(), "TimeoutError"),
     ],
 )

@@ -462,9 +462,10 @@ class SchedulerMachine(RuleBasedStateMachine):
     @invariant()
     def every_block_is_counted_once_for_each_holder(self) -> None:
         held = [block_id for sequence in self.sequences for block_id in sequence.kv.block_table]
-        assert self.blocks.ref_counts == [held.count(block_id) for block_id in range(self.blocks.num_blocks)]
+        assert self.blocks.ref_counts == [held.count(block_id) for block_id in range(len(self.blocks.ref_counts))]
         free = [*self.blocks.empty, *self.blocks.evictable]
-        assert sorted([*set(held), *free]) == list(range(self.blocks.num_blocks))
+        assert sorted([*set(held), *free]) == list(range(len(self.blocks.ref_counts)))
+        assert len(self.blocks.ref_counts) <= self.blocks.num_blocks
         assert not self.blocks.copies
 
     @invariant()

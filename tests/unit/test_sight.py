@@ -139,7 +139,8 @@ def test_a_loop_is_not_stuck_because_its_process_was_stopped(monkeypatch: pytest
 
     def beat() -> None:
         idle_s.append(stage.describe().idle_s)
-        stage._heartbeat._is_over = True
+        stage.stopping.set()
+        stage._heartbeat._has_left = True
 
     monkeypatch.setattr(time, "monotonic", lambda: now)
     stage = Stage("compute", StageSettings(redis_url="unix:///nowhere"), step_timeout_s=60.0)

@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import redis
@@ -19,6 +20,7 @@ from services.operator.lifeline import Lifeline
 from shared.model.files import DEMO_MODEL, open_model
 from shared.process.errors import StartupError
 from shared.process.settings import UpSettings
+from shared.wire.replica import Replica
 from tests.deployment import free_port
 
 
@@ -30,19 +32,31 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path / "small"
 
 
+def compute(**others: Any) -> Replica:
+    return Replica("compute", "compute-1", "host", 1, 0.0, **others)
+
+
 def test_the_example_is_a_chat_where_the_model_has_a_template(folder: Path) -> None:
-    assert example(open_model("demo"))[0] == "/v1/chat/completions"
-    path, body = example(open_model(str(folder)))
+    assert example(open_model("demo"), compute())[0] == "/v1/chat/completions"
+    path, body = example(open_model(str(folder)), compute())
     assert path == "/v1/completions" and json.loads(body)["model"] == "small"
     config = json.loads((folder / "tokenizer_config.json").read_text())
     (folder / "tokenizer_config.json").write_text(json.dumps(config | {"chat_template": "{{ messages[0].content }}"}))
-    assert example(open_model(str(folder)))[0] == "/v1/chat/completions"
+    assert example(open_model(str(folder)), compute())[0] == "/v1/chat/completions"
+    for others, expected in (({"is_encoder": True}, "/v1/embeddings"), ({"labels": ("a", "b")}, "/v1/classify")):
+        path, body = example(open_model(str(folder)), compute(**others))
+        assert path == expected and json.loads(body)["model"] == "small" and json.loads(body)["input"]
 
 
 def test_what_can_not_be_served_is_refused_before_anything_starts(folder: Path) -> None:
     config = json.loads((folder / "config.json").read_text())
     for change, message in (
         ({"num_attention_heads": 0}, "config.json: num_attention_heads is 0, not a positive number"),
+        ({"vocab_size": None}, "config.json: vocab_size is None, not a positive number"),
+        (
+            {"text_config": {"vocab_size": None}, "vocab_size": None},
+            "config.json: vocab_size is None, not a positive number",
+        ),
         ({"vocab_size": "many"}, "config.json: vocab_size is 'many', not a positive number"),
         ({"num_hidden_layers": True}, "config.json: num_hidden_layers is True, not a positive number"),
         ({"dtype": "float99"}, "config.json: dtype is 'float99', which is no dtype that is known"),

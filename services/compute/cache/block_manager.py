@@ -48,16 +48,16 @@ class BlockManager:
         self.prefix_caching = prefix_caching and slots is None
         self.slots = slots
         self.fingerprint = fingerprint
-        self.ref_counts = [0] * num_blocks
-        # of the blocks in the prefix cache
-        self.block_hashes: list[bytes | None] = [None] * num_blocks
+        # of the blocks that were ever taken; a model without keys and values may have millions that never are
+        self.ref_counts: list[int] = []
+        self.block_hashes: list[bytes | None] = []  # None: it is not in the prefix cache
         self.cached_blocks: dict[bytes, int] = {}
         # their parents' hashes and their tokens; and by the parent's hash those that follow it, the last to come last
         self.origins: dict[int, tuple[bytes, list[int]]] = {}
         self.children: dict[bytes, dict[int, None]] = {}
         # cached, held by no sequence; the least recently released first
         self.evictable: OrderedDict[int, None] = OrderedDict()
-        self.empty: list[int] = list(range(num_blocks - 1, -1, -1))
+        self.empty: list[int] = []  # given back, in no prefix cache
         self.copies: dict[int, int] = {}  # to: from, for the next step
         # hashes and blocks that were offered to the prefix cache, for a second tier; None without one
         self.fresh: list[tuple[bytes, int]] | None = None
@@ -73,7 +73,7 @@ class BlockManager:
 
     @property
     def num_free_blocks(self) -> int:
-        return len(self.empty) + len(self.evictable) + self._num_unheld
+        return self.num_blocks - len(self.ref_counts) + len(self.empty) + len(self.evictable) + self._num_unheld
 
     @property
     def num_used_blocks(self) -> int:
@@ -330,6 +330,10 @@ class BlockManager:
     def _take(self) -> int:
         if self.empty:
             block_id = self.empty.pop()
+        elif len(self.ref_counts) < self.num_blocks:
+            block_id = len(self.ref_counts)
+            self.ref_counts.append(0)
+            self.block_hashes.append(None)
         else:
             block_id, _ = self.evictable.popitem(last=False)
             evicted = self.block_hashes[block_id]

@@ -142,11 +142,13 @@ class Constraints:
         filling = self._fill(sorted(turns, key=lambda turn: turn.matcher.seconds), self._maskers) if turns else None
         return Masking(matchers, filling, frozenset(stale))
 
-    def hold_back(self, handles: Iterable[int]) -> None:
-        """Hold back rows whose masks were late: they sit out until their masks are there."""
-        handles = set(handles)
-        self._undrafted |= handles
-        self.late.update({handle: self.matchers[handle] for handle in handles})
+    def hold_back(self, handles: Iterable[int], *, for_life: bool = False) -> None:
+        """Hold back rows whose masks were late: they sit out until their masks are there. for_life: so do all
+        later rows of these sequences."""
+        for handle in handles:
+            self._undrafted.add(handle)
+            self.late[handle] = matcher = self.matchers[handle]
+            matcher.stays_slow |= for_life
 
     def sitting_out(self) -> frozenset[int]:
         """Before each step: the handles that may not run in it, for their masks are not there."""

@@ -48,6 +48,7 @@ class Matcher:
     filling: "Filling | None" = None  # the last: its last mask follows token_ids
     keys: tuple[RowKey, ...] = ()  # of the masks of that filling that are this sequence's
     seconds: float = 0.0  # that the slowest of them took
+    stays_slow: bool = False  # a late mask cost too much once
     has_failed: bool = False
     has_slow_drafts: bool = False  # to ask it about them took too long once
 
@@ -57,7 +58,7 @@ class Matcher:
 
     @property
     def is_slow(self) -> bool:
-        return self.seconds > SLOW_S
+        return self.stays_slow or self.seconds > SLOW_S
 
     def step_to(self, prefixes: list[Prefix]) -> "MatcherPath":
         """How it comes to some prefixes of its sequence, each longer than the one

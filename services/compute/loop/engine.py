@@ -125,9 +125,12 @@ def bound_by_states(settings: ComputeSettings, limits: BatchLimits, model: Model
     if not model.state_bytes:
         return limits
     free, count = free_memory(model.backend.device), limits.max_num_seqs
+    wanted = settings.kv_cache_memory
+    if not model.has_kv and wanted is not None and wanted > free:
+        raise StartupError(f"--kv-cache-memory {size_text(wanted)}: only {size_text(free)} are free beside the weights")
     if settings.max_num_seqs is None:
         share = free * choose_share(settings, model.backend.device)
-        memory = share / 2 if model.has_kv else settings.kv_cache_memory or share
+        memory = share / 2 if model.has_kv else wanted or share
         count = max(1, min(count, int(memory) // model.state_bytes))
     if count * model.state_bytes > free:
         raise StartupError(
@@ -192,7 +195,7 @@ def load_model(
     try:
         # seconds that a native model need not wait
         from services.compute.models.encoder_model import is_encoder, load_classifier, load_encoder, load_gguf_encoder
-        from services.compute.models.transformers_model import load_transformers_model
+        from services.compute.models.transformers_model import check_library_sizes, load_transformers_model
         from services.compute.weights.library_modules import load_library_modules
     except ImportError as error:
         raise StartupError(
@@ -206,6 +209,7 @@ def load_model(
             settings.quantize_lm_head,
         )
         load_modules = partial(load_library_modules, files.weights, backend, packing)
+        check_library_sizes(files.config)
         if files.labels or is_encoder(files.config, files.folder):
             if packing.option:
                 raise StartupError(f"{packing.option}: {files.name} is an encoder; these are not quantized")

@@ -245,7 +245,8 @@ class ComputeService:
         self.meter.lap("forward")
         masks = masking.result(MASK_BUDGET_S) if masking is not None else NO_MASKS
         if masking is not None and masks.late and self.scheduler.block_manager.begins_again:
-            self.constraints.hold_back({key.handle for key in masks.late})  # the next are filled before their rows run
+            # the next are filled before their rows run
+            self.constraints.hold_back({key.handle for key in masks.late}, for_life=True)
             masks = masking.result(STATES_MASK_BUDGET_S)
         reduction = begin_reduction(logits, list(rows.values()), self.executor.row_search, masks)
         self.hold_back(

@@ -24,7 +24,6 @@ from services.compute.models.mixtures import (
 from services.compute.models.rope import no_rope, read_rope
 from services.compute.models.sizes import LARGEST, check_size, check_sizes
 from shared.model.files import ModelFiles
-from shared.model.gguf.library_families import LIBRARY_FAMILIES
 from shared.process.errors import StartupError
 
 # what a config.json leaves out has the default of the model's class in transformers, where that is
@@ -98,14 +97,6 @@ YARN = {
     "original_max_position_embeddings": 4096,
 }
 
-# whose GGUF files have names and forms that the native loader does not know
-LIBRARY_ARCHITECTURES = frozenset(
-    name
-    for family in LIBRARY_FAMILIES.values()
-    if not family.is_native
-    for name in (family.architecture, *family.others)
-)
-
 
 def architecture_of(config: Config) -> str:
     """The first that config.json names, with the head that a bare decoder lacks (MistralModel, Qwen3Model); `none`
@@ -121,8 +112,6 @@ def is_native(files: ModelFiles, model_impl: str) -> bool:
     """Whether our own executor runs the model, rather than transformers' modules. model_impl: what --model-impl
     asks for. Raises StartupError if that is an executor that can't."""
     reason = lack_of(files.config)
-    if not reason and files.weights.is_file() and architecture_of(files.config) in LIBRARY_ARCHITECTURES:
-        reason = f"GGUF files of {architecture_of(files.config)} are read by transformers' modules only"
     if reason and model_impl == "native":
         raise StartupError(f"--model-impl native: {files.name}: {reason}")
     return not reason and model_impl != "transformers"
@@ -134,7 +123,7 @@ def lack_of(config: Config) -> str:
     architecture, kind = architecture_of(config), config.get("model_type", "llama")
     if architecture not in ARCHITECTURES:
         return f"architecture {architecture} is not supported; these are: {', '.join(sorted(ARCHITECTURES))}"
-    if ARCHITECTURES[architecture] is _llava and kind not in TEXTS:
+    if ARCHITECTURES[architecture] is _llava and str(kind) not in TEXTS:
         return (
             f"config.json: a text_config of the model_type {kind} is not supported here; these are: {', '.join(TEXTS)}"
         )
@@ -457,8 +446,10 @@ def _ernie_moe(config: Config, max_model_len: int) -> ModelConfig:
 
 
 def _hunyuan(config: Config, max_model_len: int) -> ModelConfig:
-    """Hunyuan: norms of q and k after the rotation."""
-    return replace(llama(config, max_model_len), has_qk_norm=True, norms_after_rotation=True)
+    """Hunyuan: norms of q and k after the rotation, whose base has an alpha."""
+    read = llama(config, max_model_len)
+    rope = read_rope(config, read.head_dim, max_model_len, has_alpha=True)
+    return replace(read, ropes=(rope,), has_qk_norm=True, norms_after_rotation=True)
 
 
 def _hunyuan_moe(config: Config, max_model_len: int) -> ModelConfig:

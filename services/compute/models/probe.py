@@ -214,6 +214,8 @@ def run_probe(
         raise Unsupported(f"it needs more than a cache of keys and values: {first_line(error)}") from None
     finally:
         current_step.reset(token)
-    if not bool(logits.isfinite().all()):
+    # one token's own logits don't follow from its query and key
+    numbers = [logits, *(tensor for each in step.handed.values() for tensor in (each.q, each.k, each.v))]
+    if not all(bool(tensor.isfinite().all()) for tensor in numbers):
         raise Unsupported("its logits are not finite")
     return logits, step.handed

@@ -36,7 +36,14 @@ def no_rope(head_dim: int) -> Rope:
     return Rope(torch.zeros(head_dim // 2))
 
 
-def read_rope(config: dict[str, Any], rotary_dim: int, max_model_len: int, layer_type: str = "full_attention") -> Rope:
+def read_rope(
+    config: dict[str, Any],
+    rotary_dim: int,
+    max_model_len: int,
+    layer_type: str = "full_attention",
+    *,
+    has_alpha: bool = False,
+) -> Rope:
     """The rotary frequencies of the layers of a type, from rope_parameters, or, in older
     config.json files, from rope_scaling and rope_theta.
 
@@ -45,7 +52,8 @@ def read_rope(config: dict[str, Any], rotary_dim: int, max_model_len: int, layer
     ramp between), yarn (Peng et al. 2023, section 3.4), longrope (Ding et al. 2024, section 3.3). A
     longrope model has two sets of factors, for sequences up to its original length and for longer
     ones. Cached keys can't change theirs while a sequence grows, so max_model_len, the longest
-    sequence that this server takes, chooses for all. Raises StartupError.
+    sequence that this server takes, chooses for all. has_alpha: a dynamic one's alpha stretches the base
+    for all lengths. Raises StartupError.
     """
     parameters = config.get("rope_parameters") or {}
     rope = dict(config.get("rope_scaling") or {}) | dict(parameters.get(layer_type, parameters) or {})
@@ -54,7 +62,7 @@ def read_rope(config: dict[str, Any], rotary_dim: int, max_model_len: int, layer
         _check_positive(name, rope.get(name))
     _check_positive("rope_theta", config.get("rope_theta"))
     theta = float(rope.get("rope_theta") or config.get("rope_theta") or 10000.0)
-    if kind == "dynamic" and rope.get("alpha"):  # Hunyuan's, which stretches the base for all lengths
+    if kind == "dynamic" and has_alpha and rope.get("alpha"):
         theta *= rope["alpha"] ** (rotary_dim / (rotary_dim - 2))
     inv_freq = theta ** -(torch.arange(0, rotary_dim, 2, dtype=torch.int64).float() / rotary_dim)
     if rope.get("mrope_section"):

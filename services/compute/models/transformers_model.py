@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.utils import logging
 
 from services.compute.backends.backend import Backend, Workspace
@@ -25,6 +25,7 @@ from services.compute.models.kernel_attention import KernelStep, make_kernel_lay
 from services.compute.models.library_errors import first_line
 from services.compute.models.probe import probe_alone, probe_row
 from services.compute.models.recurrent_states import SequenceStates
+from services.compute.models.sizes import LARGEST, check_size
 from services.compute.models.transformers_attention import (
     ATTENTION,
     AttentionBatch,
@@ -241,6 +242,22 @@ def read_library_config(folder: Path) -> tuple[Any, Any]:
     if found is None:
         raise StartupError(f"{config.model_type} is not a language model that transformers knows")
     return config, found[0] if isinstance(found, tuple) else found
+
+
+def check_library_sizes(config: dict[str, Any]) -> None:
+    """Check the sizes of a parsed config.json, of a model that sees its text's part, under the names that the
+    library has for them (n_layer is num_hidden_layers), before the library reads it: it lists layers one by one.
+    Raises StartupError."""
+    kind = config.get("model_type")
+    names = CONFIG_MAPPING[kind].attribute_map if kind in CONFIG_MAPPING else {}
+    try:
+        for name, largest in LARGEST.items():
+            for key in dict.fromkeys((name, names.get(name, name))):
+                # others are the library's affair: a list of a size for each layer, 0 for what the model lacks
+                if type(value := config.get(key)) is int and value:
+                    check_size(key, value, largest)
+    except ValueError as error:
+        raise StartupError(f"config.json has a value of the wrong type or out of range: {error}") from None
 
 
 def auto_class(config: Any) -> Any:

@@ -10,7 +10,7 @@ from tokenizers import Tokenizer
 from services.compute.backends.backend import Backend
 from services.compute.cache.kv_cache import KVCache, choose_group
 from services.compute.execution.model_runner import Model, ModelRunner
-from services.compute.models.architectures import ARCHITECTURES, architecture_of, read_config
+from services.compute.models.architectures import lack_of, read_config
 from services.compute.models.decoder import Decoder
 from services.compute.ranks.place import ALONE, Placement, load_decoder, make_runner
 from services.compute.speculation.chains import ChainProposer
@@ -57,7 +57,10 @@ def load_draft_models(
     place: Placement = ALONE,
 ) -> list[DraftModel]:
     """The models that --speculate names, or this place's parts of them; the target is number 0. files,
-    model: the target's; limit: the longest sequence wanted, in tokens. Raises StartupError."""
+    model: the target's; limit: the longest sequence wanted, in tokens. Raises StartupError, for a
+    model that is missing also where no drafts are wanted."""
+    for path in filter(None, (settings.self_draft, settings.draft_model)):
+        open_model(path)
     found: list[DraftModel] = []
     if "self" in names:
         assert isinstance(model, Decoder)
@@ -113,9 +116,8 @@ def load_other(
 ) -> DraftModel:
     """The model of --draft-model, which has the target's vocabulary. number: among the replica's."""
     found = open_model(path, weights=True)
-    if architecture_of(found.config) not in ARCHITECTURES:
-        name = architecture_of(found.config)
-        raise StartupError(f"--draft-model {path}: {name} has no native implementation, which a draft model needs")
+    if reason := lack_of(found.config):
+        raise StartupError(f"--draft-model {path}: {reason}")
     check_tokenizer(path, found, files)
     config = read_config(found.config, limit)
     if config.recurrence is not None:

@@ -25,15 +25,18 @@ log = get_logger("penstock.compute")
 
 def load_heads(settings: ComputeSettings, speculators: Sequence[str], model: Model) -> MedusaHeads | EagleHead | None:
     """The heads that --heads names, for a model whose drafts are asked for; an EAGLE head taps the
-    model. Raises StartupError."""
-    if not settings.heads or not speculators:
+    model. A folder that is missing is refused where no drafts are wanted, too. Raises StartupError."""
+    if not settings.heads:
+        return None
+    folder = Path(settings.heads).expanduser()
+    found, kind = open_heads(folder)
+    if not speculators:
         return None
     if not isinstance(model, Decoder):
         raise StartupError(
             f"--heads {settings.heads}: heads are for models of the native implementation (--model-impl)"
         )
-    folder, config, backend = Path(settings.heads).expanduser(), model.whole, model.backend
-    found, kind = open_heads(folder)
+    config, backend = model.whole, model.backend
     if not {"auto", kind} & set(speculators):
         raise StartupError(f"--speculate {settings.speculate}: the heads in {folder} are of another kind, {kind}")
     if kind == "eagle":

@@ -162,6 +162,7 @@ _NATIVE_LFM2 = {
 NATIVE_LAYOUTS = {
     **dict.fromkeys(("qwen35", "qwen35moe", "qwen3next"), _DELTA_VALUES),
     **dict.fromkeys(("lfm2", "lfm2moe"), _NATIVE_LFM2),
+    "ernie4_5-moe": {"mlp.gate.e_score_correction_bias": TensorLayout(("exp_probs_b.bias",), _reshape)},
     "granitehybrid": _mamba("mamba"),
 }
 # By architecture, and by a parameter's name in its layer

@@ -292,7 +292,12 @@ class ModuleExchange:
             return
         if any(self.source.orders(f"{each}.weight") != (None, None) for each in names):
             return
-        joint = JointLinear(self.linear(names, layers, self.packing.quantization), self.backend.dtype)
+        matrices = self.matrices(names, layers)
+        if not self.backend.is_kept(concatenate(matrices, self.backend.dtype)) and all(
+            self.backend.is_kept(each) for each in matrices
+        ):
+            return
+        joint = JointLinear(self.made(matrices, names, layers, self.packing.quantization, None), self.backend.dtype)
         ends = list(accumulate((layer.out_features for layer in layers), initial=0))
         for each, part in zip(names, pairwise(ends), strict=True):
             self.put(each, LayerOfJoint(joint, slice(*part), is_last=each == names[-1]))
@@ -305,6 +310,10 @@ class ModuleExchange:
 
     def linear(self, names: list[str], modules: list[Any], quantization: str, activation: str | None = None) -> Linear:
         """A layer of linear modules with the same inputs; activation: of a gated one."""
+        return self.made(self.matrices(names, modules), names, modules, quantization, activation)
+
+    def matrices(self, names: list[str], modules: list[Any]) -> list[Matrix]:
+        """The matrices of linear modules."""
         matrices: list[Matrix] = []
         for name, module in zip(names, modules, strict=True):
             if isinstance(module, Conv1D):
@@ -312,6 +321,12 @@ class ModuleExchange:
                 matrices.append(Dense(self.source.dense(f"{name}.weight", shape).T.contiguous()))
             else:
                 matrices.append(self.source.matrix(f"{name}.", (module.out_features, module.in_features)))
+        return matrices
+
+    def made(
+        self, matrices: list[Matrix], names: list[str], modules: list[Any], quantization: str, activation: str | None
+    ) -> Linear:
+        """The layer of these modules' matrices; activation: of a gated one."""
         biases = [
             self.source.dense(f"{name}.bias", tuple(module.bias.shape))
             for name, module in zip(names, modules, strict=True)

@@ -385,52 +385,35 @@ class Loader:
         """Load some experts from [experts, 2 * intermediate, hidden], gates first, and [experts, hidden,
         intermediate], or, in Qwen 3 VL's published files, with the last two turned round."""
         assert isinstance(self.source, SafetensorsSource)
-        hidden, inter, quantization, group = (
-            self.config.hidden_size,
-            moe.intermediate_size,
-            self.packing.quantization,
-            self.packing.group,
-        )
-        make, activation = self.backend.make_linear, self.config.activation
-        source = self.source
+        source, hidden, inter = self.source, self.config.hidden_size, moe.intermediate_size
         is_turned = source.stored_shape(block + "experts.down_proj")[1:] == (inter, hidden) != (hidden, inter)
 
         def matrices(which: str, shape: tuple[int, int]) -> list[Matrix]:
             name = f"{block}experts.{which}_proj"
             if is_stacked(source, name):
-                read = [read_stacked(source, name, number, shape, is_turned=is_turned) for number in numbers]
-                self.widened.update({str(each) for each in read if not self.backend.is_kept(each)})
-                return read
+                return [read_stacked(source, name, number, shape, is_turned=is_turned) for number in numbers]
             whole = source.dense(name, (moe.num_experts, *(shape[::-1] if is_turned else shape)), [numbers])
             return [Dense(each.T.contiguous() if is_turned else each) for each in whole]
 
-        return [
-            Expert(
-                make(gate_up, quantization=quantization, group=group, is_gated=True, activation=activation),
-                make(down, quantization=quantization, group=group),
-            )
-            for gate_up, down in zip(
-                matrices("gate_up", (2 * inter, hidden)), matrices("down", (hidden, inter)), strict=True
-            )
-        ]
+        pairs = zip(matrices("gate_up", (2 * inter, hidden)), matrices("down", (hidden, inter)), strict=True)
+        return [self.expert(gate_up, down, []) for gate_up, down in pairs]
 
     def gpt_oss_expert(self, block: str, number: int, moe: MoeConfig) -> Expert:
         """Load one of experts in which gates and ups take turns."""
         assert isinstance(self.source, SafetensorsSource)
-        hidden, inter, quantization, group = (
-            self.config.hidden_size,
-            moe.intermediate_size,
-            self.packing.quantization,
-            self.packing.group,
-        )
-        make, activation = self.backend.make_linear, self.config.activation
+        hidden, inter = self.config.hidden_size, moe.intermediate_size
         order = torch.arange(2 * inter).view(-1, 2).T.flatten()
         gate_up, gate_up_bias = read_expert(self.source, block + "gate_up_proj", number, (2 * inter, hidden), order)
         down, down_bias = read_expert(self.source, block + "down_proj", number, (hidden, inter), torch.arange(hidden))
-        return Expert(
-            make(gate_up, gate_up_bias, quantization=quantization, group=group, is_gated=True, activation=activation),
-            make(down, down_bias, quantization=quantization, group=group),
-        )
+        return self.expert(gate_up, down, [gate_up_bias, down_bias])
+
+    def expert(self, gate_up: Matrix, down: Matrix, biases: list[Tensor]) -> Expert:
+        """biases: of both, or none."""
+        layers = [
+            self.made([matrix], biases[at : at + 1], None, is_gated=at == 0, whole_n=matrix.shape[0])
+            for at, matrix in enumerate((gate_up, down))
+        ]
+        return Expert(*layers)
 
     def norm(self, name: str, size: int) -> Tensor:
         """The weight of a norm. A packed checkpoint has it with the offset."""

@@ -4,7 +4,7 @@ Formats (MX)", 2023, sections 5.3.3 and 6.3). gpt-oss has its experts in it."""
 import torch
 from torch import Tensor
 
-from services.compute.backends.matrix import Dense, Grouped, Matrix
+from services.compute.backends.matrix import Dense, Grouped, Joined, OneForm, reordered
 from services.compute.weights.formats.mxfp4 import DESCRIPTION
 from services.compute.weights.formats.stored import AS_THEY_ARE, FLOATS
 from services.compute.weights.safetensors_source import SafetensorsSource
@@ -33,14 +33,16 @@ def halved_scales(exponents: Tensor) -> Tensor:
 
 def read_expert(
     source: SafetensorsSource, name: str, number: int, shape: tuple[int, int], order: Tensor
-) -> tuple[Matrix, Tensor]:
+) -> tuple[OneForm, Tensor]:
     """An expert's matrix [n, k] and its bias [n] of gpt-oss' files, rows in this order: blocks in MXFP4,
     [experts, n, ...], or weights [experts, k, n], in FP8 or not. Raises StartupError."""
     (n, k), dtype = shape, source.dtype
     bias = source.one_of(name + "_bias", number, (n,), FLOATS)[order].to(dtype)
     if not source.has(name + "_blocks"):
         if is_stacked(source, name):
-            return Dense(read_stacked(source, name, number, shape, is_turned=True).dequantize(dtype)[order]), bias
+            stacked = read_stacked(source, name, number, shape, is_turned=True)
+            assert not isinstance(stacked, Joined)
+            return reordered(stacked, order), bias
         return Dense(source.one_of(name, number, (k, n), FLOATS).T[order].to(dtype)), bias
     if source.quantized_as != DESCRIPTION:
         raise StartupError(f"{source.folder}: {name} is in MXFP4, and config.json's quantization_config says otherwise")
@@ -53,7 +55,7 @@ def read_expert(
     return matrix, bias
 
 
-def to_matrix(codes: Tensor, exponents: Tensor, dtype: torch.dtype) -> Matrix:
+def to_matrix(codes: Tensor, exponents: Tensor, dtype: torch.dtype) -> OneForm:
     """A matrix of a safetensors file. codes: [n, groups, 16] uint8, in each byte an input in the low
     half and the next in the high one; exponents: [n, groups] uint8. In dtype where float16 can't
     hold the scales, or dtype is float32, which no kernel reads four bits for."""

@@ -22,7 +22,6 @@ class Family:
     has_sigmoid_experts: bool = False  # chosen so by the class, whatever a file says
     has_other_values: bool = False  # keys and values of a head may differ in length
     others: tuple[str, ...] = ()  # architectures that `extra` finds in some of its files
-    is_native: bool = False  # of those in LIBRARY_FAMILIES: our own executor reads its files, too
 
 
 def count_layers(head: GgufHead, prefix: str) -> int:

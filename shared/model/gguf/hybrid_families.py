@@ -179,12 +179,9 @@ HYBRID_FAMILIES = {
         "granitemoehybrid",
         _granitehybrid,
         ("expert_count", *_SCALES),
-        is_native=True,
     ),
-    "lfm2": Family("Lfm2ForCausalLM", "lfm2", _lfm2, is_native=True),
-    "lfm2moe": Family(
-        "Lfm2MoeForCausalLM", "lfm2_moe", _lfm2moe, ("expert_count",), has_sigmoid_experts=True, is_native=True
-    ),
+    "lfm2": Family("Lfm2ForCausalLM", "lfm2", _lfm2),
+    "lfm2moe": Family("Lfm2MoeForCausalLM", "lfm2_moe", _lfm2moe, ("expert_count",), has_sigmoid_experts=True),
     "nemotron_h": Family("NemotronHForCausalLM", "nemotron_h", _nemotron_h),
     "nemotron_h_moe": Family(
         "NemotronHForCausalLM", "nemotron_h", _nemotron_h_moe, _OF_NEMOTRON, has_sigmoid_experts=True
@@ -194,20 +191,17 @@ HYBRID_FAMILIES = {
         "qwen3_5_text",
         _qwen35,
         ("nextn_predict_layers", "rope.dimension_sections"),
-        is_native=True,
     ),
     "qwen35moe": Family(
         "Qwen3_5MoeForCausalLM",
         "qwen3_5_moe_text",
         _qwen35moe,
         ("expert_count", "nextn_predict_layers", "rope.dimension_sections"),
-        is_native=True,
     ),
     "qwen3next": Family(
         "Qwen3NextForCausalLM",
         "qwen3_next",
         _qwen35moe,
         ("expert_count", "nextn_predict_layers"),
-        is_native=True,
     ),
 }

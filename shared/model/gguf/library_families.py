@@ -1,5 +1,5 @@
-"""The GGUF architectures that run on transformers' modules, since no executor of our own has their
-layers."""
+"""The GGUF architectures whose tensors' names are those of the `gguf` package's own table; most run on
+transformers' modules."""
 
 import math
 from typing import Any
@@ -348,9 +348,7 @@ LIBRARY_FAMILIES = {
     "ernie4_5-moe": Family(
         "Ernie4_5_MoeForCausalLM", "ernie4_5_moe", _ernie4_5_moe, ("expert_count", "expert_shared_count")
     ),
-    "gemma4": Family(
-        "Gemma4ForCausalLM", "gemma4_text", _gemma4, ("expert_count", "final_logit_softcapping"), is_native=True
-    ),
+    "gemma4": Family("Gemma4ForCausalLM", "gemma4_text", _gemma4, ("expert_count", "final_logit_softcapping")),
     "glm4moe": Family(
         "Glm4MoeForCausalLM",
         "glm4_moe",

@@ -2,8 +2,9 @@
 floats, times a scale.
 
 `weight` [n, k] is float8; `weight_scale_inv` (DeepSeek-V3's name; it multiplies as well) or
-`weight_scale` is one number, one for each half of the outputs, for each output, or for each block of
-weight_block_size outputs and inputs. Scales of activations are not used: activations stay as they are.
+`weight_scale` is one number, one for each output, or for each block of weight_block_size outputs and
+inputs; of a gate and an up in one matrix also one for each of the two. Scales of activations are not
+used: activations stay as they are.
 """
 
 from dataclasses import dataclass
@@ -43,7 +44,7 @@ def keep_fp8(layer: StoredLayer, scale_part: str, block: tuple[int, int]) -> Sto
     height, width = min(block[0], n), min(block[1], k)
     codes = layer.read("weight", [(n, k)], FLOAT8, along=0)
     blocks = (-(-n // height), -(-k // width))
-    halves = [] if n % 2 else [(2, 1)]  # of an expert's gate and up in one matrix
+    halves = [(2, 1)] if layer.name.endswith("gate_up_proj.") and n % 2 == 0 else []
     scales = layer.read_scales(scale_part, [(), (1,), (1, 1), (n,), (n, 1), blocks, *halves], SCALE_DTYPES).float()
     if tuple(scales.shape) == blocks and scales.shape not in ((1, 1), (n, 1)):
         taken, height = take_blocks(layer, scales, height)
