@@ -3,6 +3,7 @@ row's bits do not depend on other rows.
 """
 
 import json
+from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -409,14 +410,22 @@ def test_rotation_and_the_way_into_the_cache(
 
 
 @pytest.mark.parametrize(("group", "rotary_dim"), [(0, 64), (8, 32)])
-def test_norms_after_the_rotation(group: int, rotary_dim: int) -> None:
-    check_rotation(Heads(6, 2, 64, rotary_dim, norms_after_rotation=True), (1, 1), group)
+@pytest.mark.parametrize("are_keys_values", [False, True])
+@pytest.mark.parametrize("is_after", [False, True])
+def test_norms_before_and_after_the_rotation(
+    is_after: bool, are_keys_values: bool, group: int, rotary_dim: int
+) -> None:
+    """And where keys are also the values, which then have neither the keys' norm nor the rotation."""
+    heads = Heads(6, 2, 64, rotary_dim, norms_after_rotation=is_after)
+    if are_keys_values:
+        heads = replace(heads, kv_projections=1, has_value_norm=True)
+    check_rotation(heads, (1, 1), group)
 
 
 def check_rotation(heads: Heads, norm_heads_of: tuple[int, int] | None, group: int) -> None:
     """norm_heads_of: whose norms the weights of q and of k are."""
     tokens, rotary_dim = 9, heads.rotary_dim or heads.head_dim
-    qkv = randn(tokens, 10 * 64)
+    qkv = randn(tokens, heads.num_projected * 64)
     angles = torch.rand(tokens, rotary_dim // 2, generator=torch.Generator().manual_seed(1)) * 6
     slots = torch.randperm(64, generator=torch.Generator().manual_seed(2))[:tokens]
     norms = (
@@ -430,7 +439,9 @@ def check_rotation(heads: Heads, norm_heads_of: tuple[int, int] | None, group: i
         else torch.zeros(2, 4, 2, 16, 64).bfloat16()
     )
     expected = kv.clone()
-    q, k, v = qkv.view(tokens, 10, 64).split_with_sizes([6, 2, 2], dim=1)
+    q, k, v = qkv.view(tokens, -1, 64).tensor_split([6, 8], dim=1)
+    v = k if heads.kv_projections == 1 else v
+    v = rms_norm(v, None, EPS) if heads.has_value_norm else v
     if not heads.norms_after_rotation:
         q, k = norm_heads(q, norms[0], EPS), norm_heads(k, norms[1], EPS)
     q, k = (rotary(each, angles.cos()[:, None], angles.sin()[:, None]) for each in (q, k))
@@ -442,7 +453,7 @@ def check_rotation(heads: Heads, norm_heads_of: tuple[int, int] | None, group: i
     )
     changed, native = qkv.clone(), to_slabs(kv, 64)
     attention(changed, native, attention.plan(inputs, 16), window=None, norms=norms, eps=EPS)
-    torch.testing.assert_close(changed.view(tokens, 10, 64)[:, :6], q)
+    torch.testing.assert_close(changed.view(tokens, -1, 64)[:, :6], q)
     write_kv(expected, k, v, slots)
     kv = from_slabs(native, 64)
     found, wanted = read_kv(kv, 64, torch.bfloat16), read_kv(expected, 64, torch.bfloat16)

@@ -36,6 +36,8 @@ from tests.kernels.backends import CPU
 from tests.kernels.backends import FLOAT32 as TORCH
 
 BFLOAT16, FLOAT16, FLOAT32 = torch.bfloat16, torch.float16, torch.float32
+# keys are values, too, and have their norm after the rotation
+NORMED_LAST = Heads(2, 1, 16, norms_after_rotation=True, kv_projections=1, has_value_norm=True)
 
 
 def has_held(check: Check) -> bool:
@@ -106,6 +108,7 @@ def test_other_gates(activation: str) -> None:
         (BFLOAT16, AttentionCase(Heads(3, 2, 16, per_kv_head=3, num_before=2), (70, 20), (1, 9), has_sinks=True)),
         (BFLOAT16, AttentionCase(Heads(2, 1, 16), (131,), (1,))),
         (FLOAT32, AttentionCase(Heads(2, 1, 16, kv_projections=1, has_value_norm=True), (9, 20), (3, 1))),
+        (FLOAT32, AttentionCase(NORMED_LAST, (9, 20), (3, 1), norm="heads")),
         (BFLOAT16, AttentionCase(Heads(2, 1, 512, has_value_norm=True), (20,), (3,), kv_group=64, norm="heads")),
         (FLOAT32, AttentionCase(Heads(4, 2, 16), (5, 24), (1, 20))),
         (BFLOAT16, AttentionCase(Heads(4, 1, 16), (30, 80), (17, 3), window=40)),

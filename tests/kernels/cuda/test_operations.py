@@ -118,9 +118,10 @@ def test_a_mixtures_layers_are_recorded_like_others(
 
     monkeypatch.setattr(CudaStack, "run", watched)
     LoadedModel(tmp_path, CudaBackend(torch.bfloat16, CPU), quantization=quantization).make_runner(16).run(singles(3))
-    assert recorded.seen <= MEMORY
+    # a router's weights are a sum of matrices, and so are its scores
+    assert recorded.seen <= MEMORY | {"aten.chunk.default", "aten.add.Tensor"}
     is_plain = quantization == "none"
-    assert len(launches) == SIZES["num_hidden_layers"] * (16 if is_plain else 21)
+    assert len(launches) == SIZES["num_hidden_layers"] * (17 if is_plain else 22)
     assert {"choose_experts", "group_pairs", "multiply_experts", "add_experts"} <= set(launches)
 
 
