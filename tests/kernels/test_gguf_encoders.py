@@ -14,6 +14,7 @@ from tokenizers import Tokenizer
 from transformers import BertTokenizer, PretrainedConfig
 
 from services.compute.loop.engine import Engine, build_engine
+from services.compute.weights.library_attention import LayerOfJoint
 from services.compute.weights.library_modules import FileEmbedding, KernelLinear, KernelMlp
 from shared.model.files import open_model
 from shared.process.errors import StartupError
@@ -138,7 +139,8 @@ def test_layers_and_the_embedding_stay_in_the_files_blocks(tmp_path: Path) -> No
     executor: Any = run(tmp_path / "model.gguf", "bfloat16").runner.model
     layer = executor.model.layers[1]
     assert isinstance(executor.model.embeddings.word_embeddings, FileEmbedding) and isinstance(layer.mlp, KernelMlp)
-    assert all(isinstance(getattr(layer.self_attn, f"{each}_proj"), KernelLinear) for each in "qkvo")
+    assert all(isinstance(getattr(layer.self_attn, f"{each}_proj"), LayerOfJoint) for each in "qkv")
+    assert isinstance(layer.self_attn.o_proj, KernelLinear)
     assert layer.self_attn.k_proj(torch.zeros(1, 64)).shape == (1, 64)
 
 
