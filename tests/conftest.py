@@ -21,11 +21,8 @@ from services.operator.redis_server import socket_path, start_server
 from shared.wire.streams import CELERY_PREFIX
 from tests.deployment import Deployment
 from tests.examples import DEFAULT
-from tests.forge import fork_helpers
 from tests.pairwise import covering
 from tests.waiting import wait_until
-
-fork_helpers()
 
 gc.disable()  # until all is collected: a third of the time of importing torch, transformers and all tests
 
